@@ -1,0 +1,316 @@
+"""Layout of the board, and how to read it: the shared-memory page through which ranks report to their node's agent.
+
+One file in ``/dev/shm`` per node and run, made by the agent. A header page, then one slot per local rank. Everything is
+an unsigned 64-bit word in native order, so that a store is one aligned machine write; a rank needs no lock and no system
+call. A slot belongs to one incarnation (owner pid and attempt): whoever reads compares both with the process it asks
+about, and what a dead incarnation left is ignored and wiped before the next one starts.
+
+Consistency: a lane's open sections are published by one store to its *head* word (``changes << 8 | depth``), after the
+entry. A reader takes the head, copies, and takes the head again; equal heads mean a consistent copy.
+
+Time words are nanoseconds of CLOCK_MONOTONIC minus the board's ``base_ns`` (so that 56 bits are enough); 0 means never.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from steadyrun.core.errors import BoardError
+
+__all__ = [
+    "Board",
+    "OpenSection",
+    "SectionDuration",
+    "SlotView",
+    "now_word",
+]
+
+MAGIC: Final = 0x7374656164793031  # "steady01"
+VERSION: Final = 1
+
+# -- header, in words ------------------------------------------------------------------------------------------------
+H_MAGIC: Final = 0
+H_VERSION: Final = 1
+H_SLOTS: Final = 2
+H_SLOT_WORDS: Final = 3
+H_BASE_NS: Final = 4
+H_AGENT_PID: Final = 5
+H_AGENT_BEAT: Final = 6  # time word; written by the agent each pass of its loop
+H_STOP_REQUESTED: Final = 7  # 1 once a stop was asked for; should_stop() then waits for H_STOP_AT_CALL
+H_STOP_AT_CALL: Final = 8  # should_stop() returns True from this call number on (1 is the first call); 0: not set
+HEADER_WORDS: Final = 512
+
+# -- slot, in words from the slot's start ---------------------------------------------------------------------------------
+S_OWNER_PID: Final = 0  # 0: free
+S_ATTEMPT: Final = 1
+S_RANK: Final = 2
+S_ATTACHED: Final = 3  # time word: the in-rank side is in place
+S_FINISHED: Final = 4  # time word: the script has ended and the interpreter is being torn down
+S_FLAGS: Final = 5
+S_STEP: Final = 6  # newest step number + 1; 0: none yet
+S_STEP_AT: Final = 7  # time word of the newest step
+S_STEPS_DONE: Final = 8  # steps seen in this attempt
+S_FIRST_STEP_AT: Final = 9
+S_BEATS: Final = 10
+S_BEAT_AT: Final = 11
+S_STOP_CALLS: Final = 12  # calls of should_stop() so far
+S_NAMES: Final = 13  # entries used in the name table, entry 0 ("(other)") included
+S_DROPPED: Final = 14  # sections not recorded: no lane or no depth left
+S_RING_COUNT: Final = 15  # section durations written so far
+S_STEP_RING_COUNT: Final = 16
+S_CKPT_DONE: Final = 17  # sections named "checkpointing" completed in this attempt
+S_LAST_CHANGE: Final = 18  # time word of the newest closed section (progress, beside steps and beats)
+
+LANES: Final = 4  # lane 0 is the main thread; others go to threads that open sections
+LANE_DEPTH: Final = 16
+LANE_WORDS: Final = 2 + LANE_DEPTH  # head, native thread id, entries (start << 8 | name id)
+S_LANES: Final = 32
+
+RING: Final = 256  # power of two
+S_RING: Final = S_LANES + LANES * LANE_WORDS  # entry: duration_ns << 8 | name id
+STEP_RING: Final = 64
+S_STEP_RING: Final = S_RING + RING  # entry: step time in ns
+
+NAMES: Final = 64
+NAME_BYTES: Final = 48
+S_NAME_TABLE: Final = S_STEP_RING + STEP_RING
+S_NAME_COUNTS: Final = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # how often the section was completed in this attempt
+S_HASHES: Final = S_NAME_COUNTS + NAMES  # reserved for replica hashes
+SLOT_WORDS: Final = 2048
+assert S_HASHES + 256 <= SLOT_WORDS
+
+OTHER: Final = "(other)"  # name entry 0: every name beyond the table
+
+F_STEP_IS_GLOBAL: Final = 1  # step numbers survive a restart (given by the script, or read from the optimizer's state)
+F_USES_SHOULD_STOP: Final = 2
+F_EXCEPTION: Final = 4  # exception.json of this incarnation is written
+F_EXPLICIT_STEPS: Final = 8  # the script calls watch.step() itself
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSection:
+    """A section a rank is in now.
+
+    Attributes:
+        name: as given by the script, at most 48 bytes of UTF-8.
+        since_s: CLOCK_MONOTONIC seconds at entry.
+        first: it has not been completed before in this attempt.
+        lane: 0 for the main thread.
+    """
+
+    name: str
+    since_s: float
+    first: bool = False
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SectionDuration:
+    """One completed section: its name, how long it took in seconds, and its place in the rank's count (0 is the first)."""
+
+    name: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What one incarnation has reported; times are CLOCK_MONOTONIC seconds, None where nothing was reported."""
+
+    pid: int
+    attempt: int
+    rank: int
+    attached_s: float | None
+    finished_s: float | None
+    step: int | None
+    step_at_s: float | None
+    steps_done: int
+    step_is_global: bool
+    first_step_s: float | None
+    beats: int
+    beat_at_s: float | None
+    last_change_s: float | None
+    stop_calls: int
+    uses_should_stop: bool
+    checkpoints_done: int
+    has_exception: bool
+    dropped: int
+    sections: tuple[OpenSection, ...] = ()
+
+    @property
+    def progress_s(self) -> float | None:
+        """Time of the newest sign of progress of any kind."""
+        signs = [t for t in (self.attached_s, self.step_at_s, self.beat_at_s, self.last_change_s) if t is not None]
+        signs += [s.since_s for s in self.sections]
+        return max(signs, default=None)
+
+
+def now_word(base_ns: int) -> int:
+    """The time word of now; never 0."""
+    return max(time.monotonic_ns() - base_ns, 1)
+
+
+class Board:
+    """The mapped page. The agent creates it; ranks and ``steadyctl`` open it.
+
+    Words are reached through ``words``, a memoryview of unsigned 64-bit items over the whole file.
+    """
+
+    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+        self.path = path
+        self._mapping = mapping
+        self.words = memoryview(mapping).cast("Q")
+        self.base_ns = int(self.words[H_BASE_NS])
+        self.slots = int(self.words[H_SLOTS])
+
+    @classmethod
+    def create(cls, path: Path, slots: int) -> Board:
+        """A new board, readable by its owner only; the file must not exist.
+
+        Raises:
+            BoardError: no space or no permission in the folder (usually /dev/shm).
+        """
+        size = (HEADER_WORDS + slots * SLOT_WORDS) * 8
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, size)  # a full tmpfs must fail here, not as SIGBUS in a rank
+                mapping = mmap.mmap(fd, size)
+            finally:
+                os.close(fd)
+        except OSError as e:
+            raise BoardError(f"cannot create the board {path}: {e.strerror}; free space in {path.parent}") from e
+        words = memoryview(mapping).cast("Q")
+        words[H_VERSION] = VERSION
+        words[H_SLOTS] = slots
+        words[H_SLOT_WORDS] = SLOT_WORDS
+        words[H_BASE_NS] = time.monotonic_ns() - 1_000_000
+        words[H_AGENT_PID] = os.getpid()
+        words[H_MAGIC] = MAGIC
+        words.release()
+        return cls(path, mapping)
+
+    @classmethod
+    def open(cls, path: Path, writable: bool = True) -> Board:
+        """An existing board.
+
+        Raises:
+            BoardError: it is not there, not ours, or of another version.
+        """
+        try:
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            try:
+                size = os.fstat(fd).st_size
+                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+                mapping = mmap.mmap(fd, size, access=access)
+            finally:
+                os.close(fd)
+        except (OSError, ValueError) as e:
+            raise BoardError(f"cannot open the board {path}: {e}; is the run still alive?") from e
+        words = memoryview(mapping).cast("Q")
+        ok = size >= HEADER_WORDS * 8 and words[H_MAGIC] == MAGIC and words[H_VERSION] == VERSION
+        ok = ok and words[H_SLOT_WORDS] == SLOT_WORDS and size == (HEADER_WORDS + words[H_SLOTS] * SLOT_WORDS) * 8
+        words.release()
+        if not ok:
+            mapping.close()
+            raise BoardError(f"{path} is not a board of this version of steadyrun; is another version running the job?")
+        return cls(path, mapping)
+
+    def slot_base(self, slot: int) -> int:
+        """Index of the slot's first word in ``words``."""
+        if not 0 <= slot < self.slots:
+            raise BoardError(f"slot {slot} does not exist: the board has {self.slots} slots")
+        return HEADER_WORDS + slot * SLOT_WORDS
+
+    def clear_slot(self, slot: int) -> None:
+        """Forget everything an earlier incarnation left; by the agent, before a spawn."""
+        base = self.slot_base(slot)
+        self.words[base : base + SLOT_WORDS] = memoryview(bytes(SLOT_WORDS * 8)).cast("Q")
+
+    def close(self, unlink: bool = False) -> None:
+        """Unmap; the agent also removes the file."""
+        self.words.release()
+        self._mapping.close()
+        if unlink:
+            self.path.unlink(missing_ok=True)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+    def view(self, slot: int) -> SlotView | None:
+        """What the slot says now, or None when nobody owns it. Never blocks; a torn copy is tried again a few times."""
+        base = self.slot_base(slot)
+        w = self.words
+        for _ in range(8):
+            pid = int(w[base + S_OWNER_PID])
+            if pid == 0:
+                return None
+            heads = [int(w[base + S_LANES + lane * LANE_WORDS]) for lane in range(LANES)]
+            copy = w[base : base + S_RING].tolist()
+            if all(int(w[base + S_LANES + lane * LANE_WORDS]) == h for lane, h in enumerate(heads)):
+                break
+        return self._decode(base, copy)
+
+    def _decode(self, base: int, c: list[int]) -> SlotView:
+        def at(word: int) -> float | None:
+            return (word + self.base_ns) / 1e9 if word else None
+
+        sections: list[OpenSection] = []
+        for lane in range(LANES):
+            start = S_LANES + lane * LANE_WORDS
+            depth = min(c[start] & 0xFF, LANE_DEPTH)
+            for entry in c[start + 2 : start + 2 + depth]:
+                name_id = entry & 0xFF
+                first = name_id < NAMES and int(self.words[base + S_NAME_COUNTS + name_id]) == 0
+                since_s = ((entry >> 8) + self.base_ns) / 1e9
+                sections.append(OpenSection(self._name(base, name_id), since_s, first, lane))
+        flags = c[S_FLAGS]
+        return SlotView(
+            pid=c[S_OWNER_PID],
+            attempt=c[S_ATTEMPT],
+            rank=c[S_RANK],
+            attached_s=at(c[S_ATTACHED]),
+            finished_s=at(c[S_FINISHED]),
+            step=c[S_STEP] - 1 if c[S_STEP] else None,
+            step_at_s=at(c[S_STEP_AT]),
+            steps_done=c[S_STEPS_DONE],
+            step_is_global=bool(flags & F_STEP_IS_GLOBAL),
+            first_step_s=at(c[S_FIRST_STEP_AT]),
+            beats=c[S_BEATS],
+            beat_at_s=at(c[S_BEAT_AT]),
+            last_change_s=at(c[S_LAST_CHANGE]),
+            stop_calls=c[S_STOP_CALLS],
+            uses_should_stop=bool(flags & F_USES_SHOULD_STOP),
+            checkpoints_done=c[S_CKPT_DONE],
+            has_exception=bool(flags & F_EXCEPTION),
+            dropped=c[S_DROPPED],
+            sections=tuple(sections),
+        )
+
+    def _name(self, base: int, name_id: int) -> str:
+        if name_id == 0 or name_id >= min(int(self.words[base + S_NAMES]), NAMES):
+            return OTHER
+        start = base + S_NAME_TABLE + name_id * NAME_BYTES // 8
+        raw = self.words[start : start + NAME_BYTES // 8].tobytes()
+        return raw.rstrip(b"\0").decode("utf-8", errors="replace") or OTHER
+
+    def durations(self, slot: int, seen: int) -> tuple[list[SectionDuration], int, int]:
+        """Sections completed since count *seen*: (durations in order, new count, how many were overwritten unread)."""
+        base = self.slot_base(slot)
+        count = int(self.words[base + S_RING_COUNT])
+        lost = max(count - seen - RING, 0)
+        out: list[SectionDuration] = []
+        for i in range(seen + lost, count):
+            entry = int(self.words[base + S_RING + (i & (RING - 1))])
+            out.append(SectionDuration(self._name(base, entry & 0xFF), (entry >> 8) / 1e9))
+        return out, count, lost
+
+    def step_times_s(self, slot: int, seen: int) -> tuple[list[float], int, int]:
+        """Step times since count *seen*: (seconds in order, new count, how many were overwritten unread)."""
+        base = self.slot_base(slot)
+        count = int(self.words[base + S_STEP_RING_COUNT])
+        lost = max(count - seen - STEP_RING, 0)
+        ring = base + S_STEP_RING
+        return [int(self.words[ring + (i & (STEP_RING - 1))]) / 1e9 for i in range(seen + lost, count)], count, lost

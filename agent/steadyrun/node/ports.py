@@ -1,0 +1,157 @@
+"""What the node's loop needs from outside, as protocols: the loop and its tests know only these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["AsyncStore", "ExitSeen", "ProcessTable", "Rendezvous", "SpawnSpec", "StoreEvent", "SweepReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSpec:
+    """How to start one rank.
+
+    Attributes:
+        argv: command line, argv[0] is the program.
+        env: the whole environment.
+        stdout, stderr: files to append to, or None to inherit.
+        preexec_nice: added niceness (standbys).
+        pass_fds: inherited file descriptors.
+        cwd: None for the agent's own.
+    """
+
+    rank: int
+    local_rank: int
+    attempt: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    stdout: Path | None = None
+    stderr: Path | None = None
+    nice: int = 0
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExitSeen:
+    """A child ended. code: exit status, or minus the signal's number. at_s: CLOCK_MONOTONIC when it was reaped."""
+
+    pid: int
+    code: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What the sweep found and did: ended (pid, command), removed /dev/shm files, pids that survive SIGKILL."""
+
+    ended: tuple[tuple[int, str], ...] = ()
+    removed: tuple[str, ...] = ()
+    stuck: tuple[int, ...] = ()
+
+
+class ProcessTable(Protocol):
+    """Child processes of the agent. Used from the loop's thread only (PDEATHSIG follows the thread that forked)."""
+
+    def spawn(self, spec: SpawnSpec) -> int:
+        """Start it in a session of its own; returns the pid. Raises OSError."""
+        ...
+
+    def fileno_of(self, pid: int) -> int:
+        """A descriptor (pidfd) that becomes readable when *pid* ends, for the selector."""
+        ...
+
+    def poll_exits(self) -> Sequence[ExitSeen]:
+        """Children that ended since the last call; never blocks."""
+        ...
+
+    def signal(self, pid: int, signum: int) -> bool:
+        """Send to the leader only; False when it is gone."""
+        ...
+
+    def signal_group(self, pid: int, signum: int) -> bool:
+        """Send to the process group that *pid* led, its leader dead or not; False when the group is empty."""
+        ...
+
+    def record_descendants(self) -> None:
+        """Remember who descends from the children now, so that a later sweep finds those that left the group."""
+        ...
+
+    def sweep(self, attempt: int) -> SweepReport:
+        """End what finished attempts up to *attempt* left behind; bounded to about a second."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEvent:
+    """A watched key has a value, or (``error`` set) the store is lost."""
+
+    key: str
+    value: bytes
+    error: str = ""
+
+
+class AsyncStore(Protocol):
+    """The control store without waiting: every call returns at once, answers come through ``drain``.
+
+    One connection in a worker thread for writes, and watchers that block in ``wait``; ``fileno`` wakes the selector.
+    """
+
+    def fileno(self) -> int: ...
+    def set(self, key: str, value: bytes) -> None: ...
+    def set_first(self, key: str, value: bytes) -> None:
+        """Set unless it is set already: the first of all nodes wins; watch the key to learn the winner."""
+        ...
+
+    def add(self, key: str, amount: int, notify_at: int, notify_key: str) -> None:
+        """Add to a counter; whoever brings it to *notify_at* sets *notify_key* to ``1``."""
+        ...
+
+    def watch(self, key: str) -> None:
+        """Deliver one StoreEvent once the key has a value (at once if it has one already)."""
+        ...
+
+    def drain(self) -> Sequence[StoreEvent]:
+        """Events since the last call; never blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The result of a rendezvous on this node.
+
+    Attributes:
+        env: per local rank, in order: the environment variables of the rank apart from MASTER_* and the attempt.
+        epoch: differs between rendezvous rounds; control keys are prefixed with it.
+    """
+
+    epoch: str
+    group_rank: int
+    group_world_size: int
+    world_size: int
+    ranks: tuple[int, ...]
+    attempt_floor: int
+    store: AsyncStore
+
+
+class Rendezvous(Protocol):
+    """torch's rendezvous behind our thread: ``join`` blocks and is called from a worker thread."""
+
+    def join(self) -> Membership:
+        """Raises RendezvousOver when the job ended without this node, RendezvousFailed otherwise."""
+        ...
+
+    def nodes_waiting(self) -> int: ...
+    def leave(self, job_done: bool) -> None: ...
+
+
+class RendezvousOver(Exception):
+    """The rendezvous was closed: the job is over and this node was a spare."""
+
+
+class RendezvousFailed(Exception):
+    """No membership: time-out or unreachable store; the text says which host and port."""
