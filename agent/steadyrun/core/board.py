@@ -1,6 +1,6 @@
 """Layout of the board, and how to read it: the shared-memory page through which ranks report to their node's agent.
 
-One file in ``/dev/shm`` per node and run, made by the agent. A header page, then one slot per local rank. Everything is
+One anonymous shared file per node and run, made by the agent. A header page, then one slot per local rank. Everything is
 an unsigned 64-bit word in native order, so that a store is one aligned machine write; a rank needs no lock and no system
 call. A slot belongs to one incarnation (owner pid and attempt): whoever reads compares both with the process it asks
 about, and what a dead incarnation left is ignored and wiped before the next one starts.
@@ -163,27 +163,52 @@ class Board:
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
         self.path = path
         self._mapping = mapping
+        self._fd: int | None = None
         self.words = memoryview(mapping).cast("Q")
         self.base_ns = int(self.words[H_BASE_NS])
         self.slots = int(self.words[H_SLOTS])
 
     @classmethod
     def create(cls, path: Path, slots: int) -> Board:
-        """A new board, readable by its owner only; the file must not exist.
+        """A new board in a file that must not exist, readable by its owner only.
 
         Raises:
             BoardError: no space or no permission in the folder (usually /dev/shm).
         """
-        size = (HEADER_WORDS + slots * SLOT_WORDS) * 8
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, size)  # a full tmpfs must fail here, not as SIGBUS in a rank
-                mapping = mmap.mmap(fd, size)
-            finally:
-                os.close(fd)
         except OSError as e:
-            raise BoardError(f"cannot create the board {path}: {e.strerror}; free space in {path.parent}") from e
+            raise BoardError(f"cannot create the board {path}: {e.strerror}; choose another folder") from e
+        try:
+            return cls(path, cls._initialise(fd, slots))
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def create_anonymous(cls, slots: int) -> Board:
+        """A new board without a name: nothing is left in /dev/shm however the agent dies.
+
+        Other processes of the same user open it through ``path``, which is ``/proc/<agent>/fd/<n>``: valid as long as
+        the agent lives, and a mapping made before stays valid after its death.
+        """
+        fd = os.memfd_create("steadyrun-board", os.MFD_CLOEXEC)
+        try:
+            mapping = cls._initialise(fd, slots)
+        except BoardError:
+            os.close(fd)
+            raise
+        board = cls(Path(f"/proc/{os.getpid()}/fd/{fd}"), mapping)
+        board._fd = fd
+        return board
+
+    @staticmethod
+    def _initialise(fd: int, slots: int) -> mmap.mmap:
+        size = (HEADER_WORDS + slots * SLOT_WORDS) * 8
+        try:
+            os.posix_fallocate(fd, 0, size)  # a full tmpfs must fail here, not as SIGBUS in a rank
+            mapping = mmap.mmap(fd, size)
+        except OSError as e:
+            raise BoardError(f"cannot get {size} bytes of shared memory for the board: {e.strerror}") from e
         words = memoryview(mapping).cast("Q")
         words[H_VERSION] = VERSION
         words[H_SLOTS] = slots
@@ -192,7 +217,7 @@ class Board:
         words[H_AGENT_PID] = os.getpid()
         words[H_MAGIC] = MAGIC
         words.release()
-        return cls(path, mapping)
+        return mapping
 
     @classmethod
     def open(cls, path: Path, writable: bool = True) -> Board:
@@ -232,9 +257,13 @@ class Board:
         self.words[base : base + SLOT_WORDS] = memoryview(bytes(SLOT_WORDS * 8)).cast("Q")
 
     def close(self, unlink: bool = False) -> None:
-        """Unmap; the agent also removes the file."""
+        """Unmap; whoever made a named board also removes the file."""
         self.words.release()
         self._mapping.close()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+            return
         if unlink:
             self.path.unlink(missing_ok=True)
 
