@@ -1,0 +1,431 @@
+"""Train a small byte-level GPT on the Python standard library's own sources.
+
+An ordinary script for torchrun. It imports nothing of steadyrun, and runs the same under either launcher or alone:
+
+    torchrun  --standalone --nproc-per-node 2 examples/train_gpt.py --out /tmp/gpt
+    steadyrun --standalone --nproc-per-node 2 examples/train_gpt.py --out /tmp/gpt
+    python examples/train_gpt.py --out /tmp/gpt --steps 50
+
+gloo on the CPU, NCCL on GPUs; DDP, or FSDP2 with ``--parallel fsdp``. Started again with the same ``--out`` it goes on
+from the newest checkpoint. Model, optimizer, data position and every random generator are restored, so that on the CPU
+the losses are bitwise those of a run that was never disturbed. SIGTERM saves and leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+try:
+    import numpy as np
+except ImportError:  # torch works without it
+    np = None  # type: ignore[assignment]
+
+VOCABULARY = 256
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+def read_corpus(limit_bytes: int) -> Tensor:
+    """The standard library's sources, one after the other in the order of their paths, as a vector of bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in SKIPPED_FOLDERS and not s.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    text = bytearray()
+    for file in sorted(files, key=lambda f: f.relative_to(root).as_posix()):
+        text += file.read_bytes()
+        if len(text) >= limit_bytes:
+            break
+    if len(text) < 200_000:
+        raise SystemExit(f"only {len(text)} bytes of Python source under {root}: not enough text to train on")
+    return torch.frombuffer(text[:limit_bytes], dtype=torch.uint8)
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of ``length + 1`` bytes; window *i* starts at byte ``i * length``."""
+
+    def __init__(self, text: Tensor, length: int) -> None:
+        self.text = text
+        self.length = length
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.length
+        return self.text[start : start + self.length + 1]
+
+
+class EndlessShuffle(Sampler[int]):
+    """Epoch after epoch of shuffled indices, this rank's share of them, from a position in the global stream.
+
+    The position counts the samples that all ranks together have taken, so it is right for any number of ranks.
+    """
+
+    def __init__(self, size: int, rank: int, world_size: int, seed: int, position: int) -> None:
+        self.size, self.rank, self.world_size, self.seed, self.position = size, rank, world_size, seed, position
+
+    def __iter__(self) -> Iterator[int]:
+        at = self.position + self.rank
+        epoch = -1
+        while True:
+            if at // self.size != epoch:
+                epoch = at // self.size
+                order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+            yield order[at % self.size]
+            at += self.world_size
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).unbind(2)
+        seen = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        x = x + self.dropout(self.project(seen.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(length, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = 0.02 / math.sqrt(2 * layers) if name.endswith(("project.weight", "mlp.2.weight")) else 0.02
+                nn.init.normal_(parameter, std=scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.token(tokens) + self.place.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    tokens = windows.long()
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+class TrainingState(Stateful):
+    """All that a run needs to go on as if it had never stopped.
+
+    The generators' states are kept under a key of their own per rank: values under one key are stored once, by one rank.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, with_generators: bool = True) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.with_generators = with_generators
+        self.steps_done = 0
+        self.samples_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        state["progress"] = torch.tensor([self.steps_done, self.samples_seen])
+        if self.with_generators:
+            state[f"generators_{dist.get_rank()}"] = generator_states()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.steps_done, self.samples_seen = map(int, state["progress"])
+        if self.with_generators:
+            set_generator_states(state[f"generators_{dist.get_rank()}"])
+
+
+def generator_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if np is not None:
+        states["numpy"] = np.random.get_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if np is not None:
+        np.random.set_state(states["numpy"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class Checkpoints:
+    """Committed checkpoints in a folder: ``step-00000100/`` and so on, and ``latest``, a file with the newest one's name.
+
+    A checkpoint is written into a folder with a temporary name, brought to the disk, and only then renamed: whatever has
+    its final name is whole. All methods are called by all ranks.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.is_writer = dist.get_rank() == 0
+        if self.is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, state: TrainingState) -> Path:
+        final = self.folder / f"step-{state.steps_done:08d}"
+        temporary = self.folder / f".{final.name}.tmp"
+        if self.is_writer and temporary.exists():  # left by a run that died while it was saving
+            shutil.rmtree(temporary)
+        dist.barrier()
+        dcp.save({"run": state}, checkpoint_id=temporary)  # returns when all ranks' files are written and synced
+        if self.is_writer:
+            sync_folder(temporary)
+            if final.exists():  # committed by a run that died before it could say so in `latest`
+                shutil.rmtree(final)
+            temporary.rename(final)
+            sync_folder(self.folder)
+            self._point_to(final)
+            for old in self._committed()[: -self.keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+        return final
+
+    def load_newest(self, state: TrainingState, device: torch.device) -> Path | None:
+        """Load what rank 0 sees as the newest, so that no two ranks can load different ones; None: there is none yet."""
+        number = torch.tensor([self._newest() if self.is_writer else -1], device=device)
+        dist.broadcast(number, src=0)
+        if int(number) < 0:
+            return None
+        path = self.folder / f"step-{int(number):08d}"
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        mine = f"run.generators_{dist.get_rank()}."
+        state.with_generators = any(key.startswith(mine) for key in saved)  # not if there were fewer ranks then
+        dcp.load({"run": state}, checkpoint_id=path)
+        state.with_generators = True
+        return path
+
+    def _newest(self) -> int:
+        with contextlib.suppress(OSError):
+            named = self.folder / (self.folder / "latest").read_text().strip()
+            if named.is_dir() and named.name.startswith("step-"):
+                return int(named.name.removeprefix("step-"))
+        committed = self._committed()
+        return int(committed[-1].name.removeprefix("step-")) if committed else -1
+
+    def _committed(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"))
+
+    def _point_to(self, final: Path) -> None:
+        temporary = self.folder / ".latest.tmp"
+        with temporary.open("w") as f:
+            f.write(final.name + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(self.folder / "latest")
+        sync_folder(self.folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk; a rename alone may be lost with the power."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small byte-level GPT on the Python standard library's sources.")
+    parser.add_argument("--out", type=Path, default=Path("gpt-run"), help="folder for checkpoints and the loss log")
+    parser.add_argument("--steps", type=int, default=200, help="steps in all, earlier runs' included (default 200)")
+    parser.add_argument("--every", type=int, default=20, help="save a checkpoint each N steps (default 20)")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep (default 2)")
+    parser.add_argument("--log-every", type=int, default=10, help="print each N steps (default 10)")
+    parser.add_argument("--eval-every", type=int, default=0, help="evaluate on held-out text each N steps (default: never)")
+    parser.add_argument("--loss-log", type=Path, help="file the losses are appended to (default OUT/loss.jsonl)")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--data-workers", type=int, default=0, help="data loader processes per rank (default 0)")
+    parser.add_argument("--batch", type=int, default=4, help="windows per rank and step (default 4)")
+    parser.add_argument("--length", type=int, default=64, help="bytes per window (default 64)")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="text to use (default 8,000,000)")
+    arguments = parser.parse_args()
+    for name in ("steps", "every", "keep", "log_every", "batch", "length"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    return arguments
+
+
+def join_ranks() -> torch.device:
+    """Join the other ranks, or make a group of one where no launcher has said who they are."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def parallelize(model: GPT, arguments: argparse.Namespace, device: torch.device) -> nn.Module:
+    if arguments.parallel == "ddp":
+        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: Windows, batch: int, device: torch.device) -> float:
+    """Mean loss on held-out text; each rank looks at its own part."""
+    model.eval()
+    first = dist.get_rank() * batch
+    windows = torch.stack([held_out[(first + i) % len(held_out)] for i in range(batch)]).to(device)
+    total = loss_of(model, windows)
+    dist.all_reduce(total)
+    model.train()
+    return float(total) / dist.get_world_size()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = join_ranks()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    stop_asked = False
+
+    def on_terminate(signum: int, frame: object) -> None:
+        nonlocal stop_asked
+        stop_asked = True
+
+    signal.signal(signal.SIGTERM, on_terminate)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    torch.manual_seed(arguments.seed)  # the same first weights on all ranks
+    model = GPT(arguments.layers, arguments.width, arguments.heads, arguments.length, arguments.dropout).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    training = parallelize(model, arguments, device)
+    optimizer = torch.optim.AdamW(training.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    for seed in (random.seed, torch.manual_seed, *([] if np is None else [np.random.seed])):
+        seed(1000 * arguments.seed + rank)  # different dropout on each rank
+
+    text = read_corpus(arguments.corpus_bytes)
+    train_bytes = len(text) * 19 // 20
+    windows, held_out = Windows(text[:train_bytes], arguments.length), Windows(text[train_bytes:], arguments.length)
+
+    state = TrainingState(training, optimizer)
+    checkpoints = Checkpoints(arguments.out / "checkpoints", arguments.keep)
+    loaded = checkpoints.load_newest(state, device)
+    say(f"{parameters / 1e6:.2f} M parameters, {world_size} ranks, {arguments.parallel} on {device.type}")
+    say(f"going on after {state.steps_done} steps, from {loaded}" if loaded else "starting at the first step")
+
+    sampler = EndlessShuffle(len(windows), rank, world_size, arguments.seed, state.samples_seen)
+    loader = DataLoader(
+        windows,
+        batch_size=arguments.batch,
+        sampler=sampler,
+        num_workers=arguments.data_workers,
+        generator=torch.Generator(),  # or the loader would take a number from the generator that dropout uses
+        pin_memory=device.type == "cuda",
+    )
+    batches = iter(loader)
+    loss_log = (arguments.loss_log or arguments.out / "loss.jsonl").open("a") if rank == 0 else None
+    began = time.perf_counter()
+    steps_timed = 0
+    while state.steps_done < arguments.steps:
+        step = state.steps_done
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
+        loss = loss_of(training, next(batches).to(device, non_blocking=True))
+        loss.backward()
+        nn.utils.clip_grad_norm_(training.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        state.steps_done += 1
+        state.samples_seen += arguments.batch * world_size
+
+        # One small collective says both: the mean loss, and whether any rank was asked to stop, so that all leave together.
+        shared = torch.stack([loss.detach(), torch.tensor(float(stop_asked), device=device)])
+        dist.all_reduce(shared)
+        mean_loss = float(shared[0]) / world_size
+        leave = bool(shared[1])
+
+        steps_timed += 1
+        if loss_log:
+            loss_log.write(json.dumps({"step": step, "loss": mean_loss, "at_unix_s": round(time.time(), 3)}) + "\n")
+            loss_log.flush()
+        if step % arguments.log_every == 0 or state.steps_done == arguments.steps:
+            step_ms = (time.perf_counter() - began) / steps_timed * 1e3
+            say(f"step {step:5d}   loss {mean_loss:.4f}   {step_ms:.0f} ms/step")
+            began, steps_timed = time.perf_counter(), 0
+        if arguments.eval_every and state.steps_done % arguments.eval_every == 0:
+            say(f"step {step:5d}   held-out loss {evaluate(training, held_out, 4 * arguments.batch, device):.4f}")
+        if leave or state.steps_done % arguments.every == 0 or state.steps_done == arguments.steps:
+            checkpoints.save(state)
+        if leave:
+            say(f"asked to stop: saved after {state.steps_done} steps")
+            break
+    if loss_log:
+        loss_log.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
