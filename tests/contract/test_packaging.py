@@ -1,0 +1,100 @@
+"""What is built and installed: the wheel, the source archive, the entry points and the metadata."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOTS = ("agent", "launcher", "collectors")
+
+
+def build(checkout: Path, target: str, out: Path) -> Path:
+    """The archive that hatchling makes of *checkout*; needs no network."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = out.iterdir()
+    return archive
+
+
+def sources(checkout: Path) -> set[str]:
+    """Every source file as its path in the installed tree."""
+    return {
+        str(file.relative_to(checkout / root))
+        for root in ROOTS
+        for file in (checkout / root).rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(build(checkout, "wheel", tmp_path_factory.mktemp("wheel"))) as archive:
+        yield archive
+
+
+def test_wheel_holds_the_sources_and_nothing_else(wheel: zipfile.ZipFile, checkout: Path) -> None:
+    code = {n for n in wheel.namelist() if ".dist-info/" not in n and ".data/" not in n}
+    assert code == sources(checkout)
+
+
+def test_wheel_is_typed_licensed_and_has_both_commands(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    (info,) = {n.partition("/")[0] for n in names if ".dist-info/" in n}
+    assert "steadyrun/watch/py.typed" in names
+    assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
+    entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+    assert "steadyrun = steadyrun.launcher.main:console_main" in entry_points
+    assert "steadyctl = steadyrun.ctl.main:console_main" in entry_points
+    text = wheel.read(f"{info}/METADATA").decode()
+    for line in (
+        "Name: steadyrun",
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.10",
+        "Classifier: Typing :: Typed",
+    ):
+        assert line in text
+
+
+def test_wheel_from_the_source_archive_is_the_same(wheel: zipfile.ZipFile, checkout: Path, tmp_path: Path) -> None:
+    archive = build(checkout, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    (root,) = (tmp_path / "unpacked").iterdir()
+    again = zipfile.ZipFile(build(root, "wheel", tmp_path / "again"))
+    with again:
+        assert sorted(again.namelist()) == sorted(wheel.namelist())
+    for name in ("README.md", "LICENSE", "tests/conftest.py", "examples"):
+        assert (root / name).exists(), f"{name} is missing from the source archive"
+
+
+def test_installed_metadata_names_what_is_needed_and_what_is_optional() -> None:
+    meta = metadata.metadata("steadyrun")
+    assert {"stacks", "yaml", "frameworks", "dev"} == set(meta.get_all("Provides-Extra") or ())
+    needed = {re.split(r"[^\w-]", r)[0] for r in metadata.requires("steadyrun") or () if "extra ==" not in r}
+    assert needed <= {"torch", "psutil", "nvidia-ml-py", "prometheus-client", "prometheus_client", "structlog", "tomli"}
+
+
+@pytest.mark.parametrize("command", ["steadyrun", "steadyctl"])
+def test_commands_are_installed_and_load(command: str) -> None:
+    (point,) = [e for e in metadata.entry_points(group="console_scripts") if e.name == command]
+    assert callable(point.load())
+
+
+def test_package_under_test_is_the_installed_one(checkout: Path) -> None:
+    import steadyrun.core
+
+    where = Path(steadyrun.core.__file__)
+    if os.environ.get("STEADYRUN_EXPECT_INSTALLED") == "wheel":
+        assert checkout not in where.parents, f"the tests import {where}, not the installed wheel"
+    else:
+        assert where.is_file()
