@@ -1,8 +1,8 @@
 """What every test gets: a leak check, a deadline, a way to wait without sleeping, and the folder of shared cases.
 
-The leak check compares, around each test: processes that descend from this session (also escaped ones, found by a marker
-in their environment), Python threads, open file descriptors (and with them listening ports), and files in /dev/shm. A
-test that has to leave something says so: ``@pytest.mark.leaves("threads", reason="...")``.
+The leak check compares, around each test: processes that descend from this session (also escaped ones, found by a
+marker in their environment), Python threads, open file descriptors (and with them listening ports), and files in
+/dev/shm. A test that has to leave something says so: ``@pytest.mark.leaves("threads", reason="...")``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEADLINES_S = {"unit": 60.0, "contract": 180.0, "integration": 240.0, "fault": 3
 # Processes that Python itself starts once and keeps for the life of the session.
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-# Callers in the standard library that pause by time.sleep while a child ends; a unit test may start a fresh interpreter.
+# Callers in the standard library that pause by time.sleep while a child ends; a unit test may start an interpreter.
 MAY_SLEEP = ("subprocess", "multiprocessing.popen_fork")
 
 
@@ -95,7 +95,7 @@ def _wait_until(predicate: Callable[[], T], deadline_s: float, story: str | Call
 def wait_until() -> Callable[..., object]:
     """``wait_until(predicate, deadline_s, story)``: the first true value of *predicate*.
 
-    When the deadline passes, the test fails with *story*: a text, or a function that makes one from what is known by then.
+    When the deadline passes, the test fails with *story*: a text, or a function that makes one from what is known then.
     """
     return _wait_until
 
@@ -108,7 +108,7 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cases() -> Path:
-    """The folder of recorded cases with known answers: ``$STEADYRUN_SHARED/cases``, or ``shared/cases`` beside the checkout."""
+    """Recorded cases with known answers: ``$STEADYRUN_SHARED/cases``, or ``shared/cases`` beside the checkout."""
     root = Path(os.environ.get("STEADYRUN_SHARED") or CHECKOUT.parent / "shared")
     cases = root / "cases"
     if not cases.is_dir():
@@ -122,7 +122,7 @@ def session_marker() -> str:
     return f"{MARKER}={os.environ[MARKER]}"
 
 
-# -- deadlines and sleeps ------------------------------------------------------------------------------------------------
+# -- deadlines and sleeps ----------------------------------------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def _deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     mark = request.node.get_closest_marker("deadline")
@@ -155,7 +155,7 @@ def _no_sleep_in_unit_tests(request: pytest.FixtureRequest, monkeypatch: pytest.
     monkeypatch.setattr(time, "sleep", sleep)
 
 
-# -- leaks ---------------------------------------------------------------------------------------------------------------
+# -- leaks -------------------------------------------------------------------------------------------------------------
 def session_processes(marker: str) -> dict[int, str]:
     """Live processes other than this one that carry *marker* in their environment: pid -> command line."""
     found: dict[int, str] = {}

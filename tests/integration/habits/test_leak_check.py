@@ -1,4 +1,4 @@
-"""The leak check itself: tests run in a pytest of their own, each with one thing left behind, must fail and say what."""
+"""The leak check itself: tests in a pytest of their own, each with one thing left behind, must fail and say what."""
 
 from __future__ import annotations
 
