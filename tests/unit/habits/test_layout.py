@@ -100,10 +100,10 @@ def test_the_check_for_elastic_sees_all_spellings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["from steadyrun import watch", "import steadyrun.watch", "import steadyrun.core.board"]
+    "what", ["from steadyrun import watch", "import steadyrun.watch", "import steadyrun.core.board"]
 )
-def test_the_in_rank_side_imports_no_package_beyond_the_standard_library(statement: str) -> None:
-    program = f"import sys, json; before = set(sys.modules); {statement}; print(json.dumps(sorted(set(sys.modules) - before)))"
+def test_the_in_rank_side_imports_no_package_beyond_the_standard_library(what: str) -> None:
+    program = f"import sys, json; old = set(sys.modules); {what}; print(json.dumps(sorted(set(sys.modules) - old)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert loaded.isdisjoint(HEAVY), sorted(loaded & set(HEAVY))
