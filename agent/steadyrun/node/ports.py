@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -125,8 +125,10 @@ class Membership:
     """The result of a rendezvous on this node.
 
     Attributes:
-        env: per local rank, in order: the environment variables of the rank apart from MASTER_* and the attempt.
+        ranks: global ranks of this node's processes, by local rank.
         epoch: differs between rendezvous rounds; control keys are prefixed with it.
+        attempt_floor: the first attempt number this node would start with (0 for a new job).
+        open_worker_store: by group rank 0 only: brings up the attempt's fresh store, returns (host, port) for MASTER_*.
     """
 
     epoch: str
@@ -136,22 +138,23 @@ class Membership:
     ranks: tuple[int, ...]
     attempt_floor: int
     store: AsyncStore
+    open_worker_store: Callable[[int], tuple[str, int]]
 
 
 class Rendezvous(Protocol):
     """torch's rendezvous behind our thread: ``join`` blocks and is called from a worker thread."""
 
     def join(self) -> Membership:
-        """Raises RendezvousOver when the job ended without this node, RendezvousFailed otherwise."""
+        """Raises RendezvousOverError when the job ended without this node, RendezvousFailedError otherwise."""
         ...
 
     def nodes_waiting(self) -> int: ...
     def leave(self, job_done: bool) -> None: ...
 
 
-class RendezvousOver(Exception):
+class RendezvousOverError(Exception):
     """The rendezvous was closed: the job is over and this node was a spare."""
 
 
-class RendezvousFailed(Exception):
+class RendezvousFailedError(Exception):
     """No membership: time-out or unreachable store; the text says which host and port."""

@@ -1,0 +1,874 @@
+"""The node's loop: turns exits, signals, timers, board and store into events for the machine, and carries out its commands.
+
+One thread waits in one selector. What may block (rendezvous, evidence, probes) runs in short-lived worker threads that
+hand their result over through a queue and a wake-up descriptor. Judgement is elsewhere: the machine says when to act, the
+incident desk what the evidence means, the policy what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import structlog
+
+from steadyrun.collectors.probe import ProbeRunner
+from steadyrun.collectors.process import catches
+from steadyrun.core import board as layout
+from steadyrun.core.board import Board, SlotView
+from steadyrun.core.classes import Action, ExitClass, Mode
+from steadyrun.core.clock import Clock
+from steadyrun.core.errors import SteadyrunError
+from steadyrun.core.journal import Journal
+from steadyrun.core.records import ExitRecord, Suspicion
+from steadyrun.core.runfolder import RunFolder
+from steadyrun.node import control
+from steadyrun.node.control import ControlChannel
+from steadyrun.node.guardian import Guardian
+from steadyrun.node.incident import Incident, IncidentDesk
+from steadyrun.node.machine import events as ev
+from steadyrun.node.machine.node import NodeMachine
+from steadyrun.node.ports import (
+    Membership,
+    ProcessTable,
+    Rendezvous,
+    RendezvousFailedError,
+    RendezvousOverError,
+    SpawnSpec,
+)
+from steadyrun.node.sampling import Sampler
+from steadyrun.node.standby import StandbyPool
+from steadyrun.node.tailer import LogTailer
+
+__all__ = ["NodeAgent", "NodeSpec", "Outcome", "RankFailure", "RankLauncher", "SignalSource"]
+
+log = structlog.get_logger()
+
+POLL_S: Final = 0.5  # how often the board is read while nothing is due
+TAIL_S: Final = 0.1  # how often growing log files are looked at
+LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
+WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
+STOP_CALL_MARGIN_S: Final = 0.5  # should_stop() takes effect this many seconds' worth of calls ahead
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What the launcher decided about this node's part of the job.
+
+    Attributes:
+        run_id: the rendezvous id.
+        node: this node's name in records, unique in the job (host name, made unique by the launcher).
+        local_world_size: ranks on this node.
+        script: the entry point as the user gave it; frames below its folder count as the user's.
+        max_restarts: obeyed exactly; None: by progress, ``restart_budget`` without a newly reached step.
+        observed: ranks run our in-rank side (False for --no-python and callables).
+        standby: keep warm interpreters.
+        preload: modules that standbys import besides what the first incarnation reported.
+        elastic: the membership may grow.
+    """
+
+    run_id: str
+    node: str
+    local_world_size: int
+    mode: Mode
+    limits: ev.Limits
+    run_folder: RunFolder
+    script: str = ""
+    max_restarts: int | None = None
+    restart_budget: int = 3
+    observed: bool = True
+    standby: bool = True
+    preload: tuple[str, ...] = ()
+    faults: str = ""
+    deadman_s: float = 300.0
+    stack_signal: int = field(default_factory=lambda: signal.SIGRTMAX - 3)
+    elastic: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """One failed rank, as ChildFailedError wants it; *exitcode* is minus the signal's number for a signal."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    at_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How this node's part ended. ``failures`` is empty on success and for a spare that was never needed."""
+
+    exit_class: ExitClass
+    reason: str
+    failures: Mapping[int, RankFailure] = field(default_factory=dict)
+    root_cause: int | None = None
+    ranks: tuple[int, ...] = ()
+    restarts: int = 0
+
+
+class RankLauncher(Protocol):
+    """Builds command line, environment and log destinations of ranks; knows torchrun's conventions."""
+
+    def spec_for(
+        self,
+        rank: int,
+        local_rank: int,
+        attempt: int,
+        membership: Membership,
+        master_addr: str,
+        master_port: int,
+        setup: Mapping[str, Any],
+    ) -> SpawnSpec:
+        """One rank. *setup* is what the in-rank side is told (STEADYRUN_SETUP); ignored where ranks are not observed."""
+        ...
+
+    def standby_spec(self, local_rank: int, standby: Mapping[str, Any]) -> SpawnSpec:
+        """The interpreter of a warm standby; *standby* is STEADYRUN_STANDBY without its descriptors."""
+        ...
+
+    def orders_for(self, spec: SpawnSpec, setup: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a standby is told to become *spec*."""
+        ...
+
+    def error_file(self, attempt: int, local_rank: int) -> str: ...
+
+    def console_names(self, attempt: int) -> Mapping[int, tuple[Path | None, Path | None]]:
+        """Per local rank: stdout and stderr files that the agent must follow onto its own console."""
+        ...
+
+
+class SignalSource(Protocol):
+    """Signals that came to the launcher, in order."""
+
+    def fileno(self) -> int: ...
+    def drain(self) -> Sequence[int]: ...
+
+
+@dataclass(slots=True)
+class _RankProcess:
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    spawned_s: float
+    warm: bool
+    spec: SpawnSpec
+    exit: ExitRecord | None = None
+    signalled: bool = False
+    attached: bool = False
+
+
+class _Mailbox:
+    """Results of worker threads, with a descriptor that wakes the selector."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def post(self, then: Callable[[], None]) -> None:
+        """From any thread: run *then* in the loop."""
+        self._queue.put(then)
+        os.eventfd_write(self._fd, 1)
+
+    def drain(self) -> list[Callable[[], None]]:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass
+        out: list[Callable[[], None]] = []
+        while True:
+            try:
+                out.append(self._queue.get_nowait())
+            except queue.Empty:
+                return out
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class NodeAgent:
+    """One node's agent; ``run`` does everything and returns how it ended."""
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        rendezvous: Rendezvous,
+        processes: ProcessTable,
+        launcher: RankLauncher,
+        clock: Clock,
+        signals: SignalSource | None = None,
+        tailer: LogTailer | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._spec = spec
+        self._rendezvous = rendezvous
+        self._processes = processes
+        self._launcher = launcher
+        self._clock = clock
+        self._signals = signals
+        self._say = say
+        self._machine = NodeMachine(spec.local_world_size, spec.limits, spec.mode, observed=spec.observed)
+        self._board = Board.create_anonymous(spec.local_world_size)
+        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node)
+        self._mailbox = _Mailbox()
+        self._selector = selectors.DefaultSelector()
+        self._tailer = tailer
+        self._sampler = Sampler(self._board, self._journal, clock, spec.node)
+        self._standbys = StandbyPool(processes) if spec.standby else None
+        self._desk = IncidentDesk(
+            spec.run_folder, spec.run_id, spec.node, spec.mode, spec.script, clock, self._mailbox.post
+        )
+        self._guardian: Guardian | None = None
+        self._channel: ControlChannel | None = None
+        self._membership: Membership | None = None
+        self._master: tuple[str, int] = ("", 0)
+        self._attempt = 0
+        self._history = self._desk.new_history(spec.max_restarts, spec.restart_budget)
+        self._incident: Incident | None = None
+        self._ranks: dict[int, _RankProcess] = {}
+        self._views: dict[int, SlotView | None] = {}
+        self._pidfds: dict[int, int] = {}
+        self._calls: dict[int, int] = {}
+        self._call_rate_hz = 0.0
+        self._last_calls: tuple[float, int] = (0.0, 0)
+        self._drained = False
+        self._stores: dict[int, tuple[str, int]] = {}
+        self._told_failures: dict[int, RankFailure] = {}
+        self._root_cause: int | None = None
+        self._outcome: Outcome | None = None
+        self._next_poll_s = 0.0
+        self._next_tail_s = 0.0
+        self._next_live_s = 0.0
+        self._next_waiting_s = 0.0
+        self._started_unix_s = clock.unix_s()
+        self._live_path = spec.run_folder.state / f"{spec.node}.json"
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+    def run(self) -> Outcome:
+        """Join, run, restart and end. Raises only for faults of our own; ranks are then ended first."""
+        spec = self._spec
+        self._record("run_started", script=spec.script, local_world_size=spec.local_world_size, mode=spec.mode)
+        try:
+            self._guardian = Guardian(f"{spec.run_id}:{spec.node}", spec.run_folder.root, spec.node)
+        except OSError as e:
+            self._say(f"steadyrun: cannot start the guardian: {e}; a killed agent may leave processes behind")
+        try:
+            self._selector.register(self._mailbox.fileno(), selectors.EVENT_READ, self._on_mail)
+            if self._signals is not None:
+                self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
+            self._do(self._machine.start(self._clock.now_s()))
+            while self._outcome is None:
+                self._one_pass()
+            return self._outcome
+        finally:
+            self._close()
+
+    def _one_pass(self) -> None:
+        now_s = self._clock.now_s()
+        wake_s = min(self._machine.next_deadline_s(), self._next_poll_s, self._desk.next_deadline_s())
+        if self._tailer is not None:
+            wake_s = min(wake_s, self._next_tail_s)
+        timeout_s = min(max(wake_s - now_s, 0.0), POLL_S)
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        now_s = self._clock.now_s()
+        self._board.words[layout.H_AGENT_BEAT] = layout.now_word(self._board.base_ns)
+        due = now_s >= self._machine.next_deadline_s()
+        if due or now_s >= self._next_poll_s:
+            self._next_poll_s = now_s + POLL_S
+            self._read_board(now_s)
+            self._feed(ev.Tick())
+        if now_s >= self._desk.next_deadline_s():
+            self._judge_when_complete(now_s)
+        if self._tailer is not None and now_s >= self._next_tail_s:
+            self._next_tail_s = now_s + TAIL_S
+            self._tailer.pump(now_s)
+        if now_s >= self._next_live_s:
+            self._write_live(now_s)
+        if self._spec.elastic and now_s >= self._next_waiting_s and self._machine.phase is ev.NodePhase.RUNNING:
+            self._next_waiting_s = now_s + WAITING_S
+            self._in_thread("waiting", self._ask_waiting)
+
+    def _feed(self, event: ev.Event) -> None:
+        if self._outcome is None:
+            before = self._machine.phase
+            commands = self._machine.handle(event, self._clock.now_s())
+            if self._machine.phase is not before:
+                self._next_live_s = 0.0
+                self._record("phase", phase=self._machine.phase)
+            self._do(commands)
+
+    def _in_thread(self, name: str, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=f"steadyrun-{name}", daemon=True).start()
+
+    def _on_mail(self) -> None:
+        for then in self._mailbox.drain():
+            then()
+
+    def _record(self, type_: str, **fields: Any) -> None:
+        self._journal.write(type_, self._clock.unix_s(), self._clock.now_s(), self._attempt, **fields)
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+    def _do(self, commands: Sequence[ev.Command]) -> None:
+        for command in commands:
+            match command:
+                case ev.Join():
+                    self._close_channel()
+                    self._in_thread("join", self._join)
+                case ev.OpenStore(attempt=attempt):
+                    self._open_store(attempt)
+                case ev.Spawn():
+                    self._spawn(command)
+                case ev.Probe():
+                    self._probe(command)
+                case ev.Suspect(suspicion=suspicion, note=note):
+                    self._record("suspicion", suspicion=suspicion, note=note)
+                    self._say(f"steadyrun: {note}")
+                case ev.PublishStop():
+                    self._publish_stop(command)
+                case ev.Gather():
+                    self._gather(command)
+                case ev.Terminate(rank=rank):
+                    self._signal_rank(rank, signal.SIGTERM)
+                case ev.Kill(rank=rank):
+                    self._kill_rank(rank)
+                case ev.AskToStop():
+                    if self._channel is not None:
+                        self._channel.tell_drain({"origin": self._channel.group_rank, "node": self._spec.node})
+                case ev.Sweep(attempt=attempt):
+                    self._sweep(attempt)
+                case ev.Arrive(attempt=attempt):
+                    if self._channel is not None:
+                        self._channel.tell_arrived(attempt)
+                case ev.Finish(attempt=attempt):
+                    if self._channel is not None:
+                        self._channel.tell_finished(attempt)
+                case ev.StartStandbys():
+                    self._start_standbys()
+                case ev.DropStandbys():
+                    if self._standbys is not None:
+                        self._standbys.drop()
+                case ev.Leave(exit_class=exit_class, reason=reason):
+                    self._leave(exit_class, reason)
+
+    # -- joining -----------------------------------------------------------------------------------------------------
+    def _join(self) -> None:
+        """In a worker thread."""
+        try:
+            membership = self._rendezvous.join()
+        except RendezvousOverError as e:
+            reason, exit_class = str(e) or "the job ended without needing this node", ExitClass.OK
+        except RendezvousFailedError as e:
+            reason, exit_class = str(e), ExitClass.START_UP
+        except Exception as e:  # torch's rendezvous raises what its backends raise
+            reason, exit_class = f"cannot join the rendezvous: {type(e).__name__}: {e}", ExitClass.START_UP
+        else:
+            self._mailbox.post(lambda: self._on_membership(membership))
+            return
+        self._mailbox.post(lambda: self._feed(ev.JoinFailed(reason, exit_class)))
+
+    def _on_membership(self, membership: Membership) -> None:
+        self._membership = membership
+        self._channel = ControlChannel(membership.store, membership.group_rank, membership.group_world_size)
+        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._on_channel)
+        self._calls.clear()
+        self._stores.clear()
+        self._drained = False
+        floor = max(self._attempt, membership.attempt_floor)
+        self._channel.tell_floor(floor, {"history": self._desk.pack_history(self._history)})
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._selector.unregister(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+
+    def _ask_waiting(self) -> None:
+        """In a worker thread."""
+        try:
+            count = self._rendezvous.nodes_waiting()
+        except Exception:  # an unreachable store shows elsewhere
+            return
+        if count > 0:
+            self._mailbox.post(lambda: self._feed(ev.NodesWaiting(count)))
+
+    def _open_store(self, attempt: int) -> None:
+        assert self._channel is not None
+        assert self._membership is not None
+        self._channel.start_attempt(attempt)
+        if self._channel.is_leader and attempt not in self._stores:
+            try:
+                host, port = self._membership.open_worker_store(attempt)
+            except Exception as e:  # the store's own errors differ between backends
+                self._feed(ev.ChannelLost(f"cannot open the worker store of attempt {attempt}: {e}"))
+                return
+            self._channel.tell_store(attempt, host, port)
+
+    # -- messages of the channel -------------------------------------------------------------------------------------
+    def _on_channel(self) -> None:
+        channel = self._channel
+        if channel is None:
+            return
+        for message in channel.drain():
+            if self._channel is not channel:
+                return
+            self._on_message(channel, message)
+
+    def _on_message(self, channel: ControlChannel, message: control.Message) -> None:
+        now_s = self._clock.now_s()
+        match message:
+            case control.Agreed(attempt=attempt, state=state):
+                self._history = self._desk.unpack_history(state.get("history"), self._history)
+                self._attempt = attempt
+                self._open_store(attempt)
+            case control.StoreTold(attempt=attempt, host=host, port=port):
+                self._stores[attempt] = (host, port)
+                self._master = (host, port)
+                if self._machine.phase is ev.NodePhase.JOINING:
+                    self._feed(self._joined(attempt))
+                else:
+                    self._feed(ev.StoreReady(attempt))
+            case control.StopTold(attempt=attempt, payload=payload):
+                self._on_stop(channel, attempt, payload)
+            case control.EvidenceTold(attempt=attempt, group_rank=group_rank, payload=payload):
+                self._desk.add_evidence(attempt, group_rank, payload)
+                self._judge_when_complete(now_s)
+            case control.DecisionTold(attempt=attempt, payload=payload):
+                self._on_decision(attempt, payload)
+            case control.Arrived(attempt=attempt):
+                self._feed(ev.AllArrived(attempt))
+            case control.Finished(attempt=attempt):
+                self._feed(ev.AllFinished(attempt))
+            case control.DrainTold():
+                self._on_drain(channel)
+            case control.CallsTold(group_rank=group_rank, calls=calls):
+                self._calls[group_rank] = calls
+                if len(self._calls) == channel.group_world_size:
+                    ahead = 2 + math.ceil(self._call_rate_hz * STOP_CALL_MARGIN_S)
+                    channel.tell_stop_at(max(self._calls.values()) + ahead)
+            case control.StopAtTold(call=call):
+                self._board.words[layout.H_STOP_AT_CALL] = call
+                self._record("stop_agreed", call=call)
+            case control.Lost(reason=reason):
+                self._feed(ev.ChannelLost(reason))
+
+    def _joined(self, attempt: int) -> ev.Joined:
+        m = self._membership
+        assert m is not None
+        slots = tuple(ev.RankSlot(rank, local_rank) for local_rank, rank in enumerate(m.ranks))
+        return ev.Joined(attempt, m.group_rank, m.group_world_size, m.world_size, slots)
+
+    def _on_drain(self, channel: ControlChannel) -> None:
+        if self._drained:
+            return
+        self._drained = True
+        self._board.words[layout.H_STOP_REQUESTED] = 1
+        views = [v for v in self._fresh_views().values() if v is not None]
+        channel.tell_calls(max((v.stop_calls for v in views), default=0))
+
+    # -- incidents ---------------------------------------------------------------------------------------------------
+    def _publish_stop(self, command: ev.PublishStop) -> None:
+        if self._channel is None:
+            return
+        payload = {
+            "reason": command.reason,
+            "trigger": command.trigger,
+            "origin": self._channel.group_rank,
+            "node": self._spec.node,
+            "incident": self._desk.next_number(),
+            "detected_at_unix_s": self._clock.unix_s(),
+            "delay_s": self._clock.now_s() - command.since_s if command.since_s is not None else 0.0,
+            "past_limit_s": self._clock.now_s() - command.due_s if command.due_s is not None else None,
+        }
+        self._channel.tell_stop(command.attempt, payload)
+
+    def _on_stop(self, channel: ControlChannel, attempt: int, payload: Mapping[str, Any]) -> None:
+        if attempt != self._attempt:
+            return
+        trigger = str(payload.get("trigger", "exit"))
+        self._record("stop", **{k: payload.get(k) for k in ("reason", "trigger", "origin", "incident", "delay_s")})
+        if trigger != "membership":
+            self._incident = self._desk.open(int(payload.get("incident", 0)), attempt, payload)
+            if channel.is_leader:
+                channel.expect_evidence(attempt)
+                self._desk.expect(
+                    self._incident, channel.group_world_size, self._clock.now_s() + self._spec.limits.gather_s + 5.0
+                )
+        elif channel.is_leader:
+            decision = ev.Decision(attempt, Action.RESTART, attempt + 1, str(payload.get("reason", "")), rejoin=True)
+            channel.tell_decision(attempt, self._pack_decision(decision))
+        self._feed(ev.PeerStop(attempt, str(payload.get("reason", "")), int(payload.get("origin", 0)), trigger))
+
+    def _gather(self, command: ev.Gather) -> None:
+        incident = self._incident
+        if command.only_report or incident is None or incident.attempt != command.attempt:
+            now_unix_s = self._clock.unix_s()
+            payload = {"reason": command.reason, "trigger": command.trigger, "detected_at_unix_s": now_unix_s}
+            incident = self._desk.open(self._desk.next_number(), command.attempt, payload)
+            incident = replace(incident, only_report=command.only_report)
+        suspicions = {s.rank: s for s in command.suspicions}
+        views = self._fresh_views()
+        targets = [self._desk.target(p, views.get(p.rank), suspicions.get(p.rank)) for p in self._ranks.values()]
+        attempt, opened = command.attempt, incident
+        self._desk.collect(
+            opened, targets, self._spec.stack_signal, command.limit_s, lambda: self._on_collected(attempt, opened)
+        )
+
+    def _on_collected(self, attempt: int, incident: Incident) -> None:
+        if incident.only_report:
+            self._finish_incident(incident, Action.REPORT)
+        elif self._channel is not None:
+            self._channel.tell_evidence(attempt, self._desk.packed_evidence(incident))
+        self._feed(ev.EvidenceDone(attempt))
+
+    def _judge_when_complete(self, now_s: float) -> None:
+        incident = self._desk.ready_to_judge(now_s)
+        if incident is not None and self._channel is not None and self._channel.is_leader:
+            self._finish_incident(incident, None)
+
+    def _finish_incident(self, incident: Incident, action: Action | None) -> None:
+        """Judge, decide, write, tell: by the leader, or by any node for a report of its own."""
+        world_size = self._membership.world_size if self._membership is not None else 0
+        judged = self._desk.judge(incident, world_size, self._history, action)
+        self._history = judged.history
+        self._record("incident", number=incident.number, verdict=judged.verdict)
+        self._say(judged.text)
+        if action is None and self._channel is not None:
+            self._channel.tell_decision(incident.attempt, self._pack_decision(judged.decision))
+
+    def _pack_decision(self, d: ev.Decision) -> dict[str, Any]:
+        return {
+            "action": d.action.value,
+            "next_attempt": d.next_attempt,
+            "reason": d.reason,
+            "rejoin": d.rejoin,
+            "delay_s": d.delay_s,
+            "excluded_nodes": list(d.excluded_nodes),
+            "exit_class": int(d.exit_class),
+            "root_cause": d.root_cause,
+            "history": self._desk.pack_history(self._history),
+        }
+
+    def _on_decision(self, attempt: int, data: Mapping[str, Any]) -> None:
+        decision = ev.Decision(
+            attempt=attempt,
+            action=Action(data["action"]),
+            next_attempt=int(data["next_attempt"]),
+            reason=str(data["reason"]),
+            rejoin=bool(data["rejoin"]),
+            delay_s=float(data["delay_s"]),
+            excluded_nodes=tuple(int(n) for n in data["excluded_nodes"]),
+            exit_class=ExitClass(int(data["exit_class"])),
+            root_cause=data.get("root_cause"),
+        )
+        self._history = self._desk.unpack_history(data.get("history"), self._history)
+        self._root_cause = decision.root_cause
+        self._record("decision", action=decision.action, next_attempt=decision.next_attempt, reason=decision.reason)
+        self._feed(ev.Decided(decision))
+
+    def _probe(self, command: ev.Probe) -> None:
+        alive = {r: self._ranks[r].pid for r in command.ranks if r in self._ranks and self._ranks[r].exit is None}
+        paths = {r: self._spec.run_folder.stacks(self._attempt, r) for r in alive}
+        runner = ProbeRunner(alive, paths, self._spec.stack_signal, command.window_s)
+
+        def work() -> None:
+            samples = runner.run()
+            results = tuple(
+                ev.ProbeResult(
+                    rank=s.rank,
+                    window_s=s.window_s,
+                    state=s.state,
+                    cpu_share=s.cpu_share,
+                    stack_unchanged=s.stack_unchanged,
+                    in_collective=s.in_collective,
+                    compiling=s.compiling,
+                    io_moved=s.io_moved,
+                )
+                for s in samples
+            )
+            self._mailbox.post(lambda: self._on_probed(results))
+
+        self._in_thread("probe", work)
+
+    def _on_probed(self, results: tuple[ev.ProbeResult, ...]) -> None:
+        self._record("probe", results=results)
+        self._read_board(self._clock.now_s())  # progress during the window counts first
+        self._feed(ev.ProbesDone(results))
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+    def _setup_for(self, rank: int, local_rank: int, attempt: int) -> dict[str, Any]:
+        spec = self._spec
+        rank_dir = spec.run_folder.rank_dir(attempt, rank)
+        rank_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return {
+            "board": str(self._board.path),
+            "slot": local_rank,
+            "rank": rank,
+            "attempt": attempt,
+            "rank_dir": str(rank_dir),
+            "deadman_s": spec.deadman_s,
+            "faults": spec.faults,
+            "run_id": spec.run_id,
+            "loaded_report": str(rank_dir / "loaded.json"),
+            "stack_signal": spec.stack_signal,
+        }
+
+    def _spawn(self, command: ev.Spawn) -> None:
+        assert self._membership is not None
+        rank, local_rank, attempt = command.rank, command.local_rank, command.attempt
+        if attempt != self._attempt or rank in self._ranks and self._ranks[rank].attempt != attempt:
+            self._begin_attempt(attempt)
+        setup = self._setup_for(rank, local_rank, attempt)
+        host, port = self._master
+        spec = self._launcher.spec_for(rank, local_rank, attempt, self._membership, host, port, setup)
+        self._board.clear_slot(local_rank)
+        now_s = self._clock.now_s()
+        pid: int | None = None
+        if self._standbys is not None:
+            pid = self._standbys.activate(local_rank, self._launcher.orders_for(spec, setup))
+        warm = pid is not None
+        if pid is None:
+            try:
+                pid = self._processes.spawn(spec)
+            except OSError as e:
+                self._say(f"steadyrun: cannot start rank {rank}: {e}; looked for {spec.argv[0]}")
+                self._feed(ev.SpawnFailed(rank, str(e)))
+                return
+            self._watch_pid(pid)
+        self._ranks[rank] = _RankProcess(rank, local_rank, attempt, pid, now_s, warm, spec)
+        self._record("rank_started", rank=rank, local_rank=local_rank, pid=pid, warm=warm)
+        self._feed(ev.RankSpawned(rank, pid))
+
+    def _begin_attempt(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._ranks.clear()
+        self._views.clear()
+        self._incident = None
+        self._calls.clear()
+        self._sampler.begin_attempt(attempt)
+        self._desk.begin_attempt()
+
+    def _watch_pid(self, pid: int) -> None:
+        fd = self._processes.fileno_of(pid)
+        self._pidfds[pid] = fd
+        self._selector.register(fd, selectors.EVENT_READ, self._on_exits)
+
+    def _unwatch_pid(self, pid: int) -> None:
+        fd = self._pidfds.pop(pid, None)
+        if fd is not None:
+            self._selector.unregister(fd)
+
+    def _on_exits(self) -> None:
+        for seen in self._processes.poll_exits():
+            self._unwatch_pid(seen.pid)
+            owner = next((p for p in self._ranks.values() if p.pid == seen.pid and p.exit is None), None)
+            if owner is None:
+                if self._standbys is not None:
+                    self._standbys.on_exit(seen.pid, seen.code)
+                continue
+            code, signum = (seen.code, None) if seen.code >= 0 else (None, -seen.code)
+            owner.exit = ExitRecord(code, signum, seen.at_s, by_us=owner.signalled)
+            self._read_board(self._clock.now_s())  # the last words of the rank count
+            self._record("rank_exited", rank=owner.rank, pid=seen.pid, code=seen.code, by_us=owner.signalled)
+            if seen.code != 0:
+                self._told_failures[owner.rank] = RankFailure(
+                    owner.rank,
+                    owner.local_rank,
+                    seen.pid,
+                    seen.code,
+                    self._launcher.error_file(owner.attempt, owner.local_rank),
+                    self._clock.unix_s(),
+                )
+            self._feed(ev.RankExited(owner.rank, seen.code))
+
+    def _signal_rank(self, rank: int, signum: int) -> None:
+        process = self._ranks.get(rank)
+        if process is not None and process.exit is None:
+            process.signalled = True
+            self._processes.signal(process.pid, signum)
+
+    def _kill_rank(self, rank: int) -> None:
+        process = self._ranks.get(rank)
+        if process is not None:
+            process.signalled = process.signalled or process.exit is None
+            self._processes.signal_group(process.pid, signal.SIGCONT)
+            self._processes.signal_group(process.pid, signal.SIGKILL)
+
+    def _sweep(self, attempt: int) -> None:
+        report = self._processes.sweep(attempt)
+        if report.ended or report.removed or report.stuck:
+            self._record("sweep", report=report)
+            if report.ended or report.removed:
+                self._say(
+                    f"steadyrun: cleaned up after attempt {attempt}: ended {len(report.ended)} left-over process(es), "
+                    f"removed {len(report.removed)} shared-memory file(s)"
+                )
+        self._feed(ev.SweepDone(attempt, report.stuck))
+
+    # -- standbys ----------------------------------------------------------------------------------------------------
+    def _start_standbys(self) -> None:
+        if self._standbys is None:
+            return
+        modules: list[str] = []
+        preset: dict[int, dict[str, str]] = {}
+        for process in self._ranks.values():
+            path = self._spec.run_folder.rank_dir(process.attempt, process.rank) / "loaded.json"
+            try:
+                told = json.loads(path.read_text())
+                modules.extend(m for m in told.get("modules", ()) if m not in modules)
+                preset[process.local_rank] = dict(told.get("env_before_torch", {}))
+            except (OSError, ValueError):
+                continue  # not a torch script, or not written yet: the standby then only starts Python
+        modules.extend(m for m in self._spec.preload if m not in modules)
+        pids = self._standbys.prepare(
+            range(self._spec.local_world_size), modules, preset, self._launcher.standby_spec
+        )
+        for pid in pids:
+            self._watch_pid(pid)
+        self._record("standby", event="started", pids=list(pids), preload=modules)
+
+    # -- board -------------------------------------------------------------------------------------------------------
+    def _fresh_views(self) -> dict[int, SlotView | None]:
+        out: dict[int, SlotView | None] = {}
+        for process in self._ranks.values():
+            view = self._board.view(process.local_rank)
+            mine = view is not None and view.pid == process.pid and view.attempt == process.attempt
+            out[process.rank] = view if mine else None
+        return out
+
+    def _read_board(self, now_s: float) -> None:
+        if not self._ranks:
+            return
+        self._views = self._fresh_views()
+        calls = max((v.stop_calls for v in self._views.values() if v is not None), default=0)
+        then_s, before = self._last_calls
+        if now_s - then_s >= 0.4:
+            self._call_rate_hz = max(calls - before, 0) / (now_s - then_s)
+            self._last_calls = (now_s, calls)
+        for process in self._ranks.values():
+            view = self._views[process.rank]
+            if view is not None and not process.attached:
+                process.attached = True
+                self._record("rank_attached", rank=process.rank, after_s=now_s - process.spawned_s)
+        self._sampler.sample(now_s, {p.local_rank: (p.rank, self._views[p.rank]) for p in self._ranks.values()})
+        self._feed(ev.BoardRead(self._views))
+
+    def _write_live(self, now_s: float) -> None:
+        self._next_live_s = now_s + LIVE_S
+        spec = self._spec
+        data = {
+            "schema": "steadyrun.live/1",
+            "run_id": spec.run_id,
+            "node": spec.node,
+            "agent_pid": os.getpid(),
+            "board": str(self._board.path),
+            "attempt": self._attempt,
+            "phase": self._machine.phase.value,
+            "world_size": self._membership.world_size if self._membership else 0,
+            "ranks": [
+                {"rank": p.rank, "local_rank": p.local_rank, "pid": p.pid, "phase": self._phase_of(p.rank)}
+                for p in self._ranks.values()
+            ],
+            "restarts": self._attempt,
+            "command": spec.script,
+            "started_at_unix_s": self._started_unix_s,
+            "updated_at_unix_s": self._clock.unix_s(),
+            "standbys": self._standbys.status() if self._standbys is not None else [],
+            "limits": {
+                "step_s": spec.limits.step_s,
+                "setup_s": spec.limits.setup_s,
+                "out_of_section_s": spec.limits.out_of_section_s,
+                "sections": dict(spec.limits.sections),
+            },
+        }
+        temporary = self._live_path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(data, default=str))
+            temporary.replace(self._live_path)
+        except OSError:
+            pass  # a full or vanished disk: the status is stale, the job goes on
+
+    def _phase_of(self, rank: int) -> str:
+        return self._machine.rank_phase(rank).value
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+    def _on_signals(self) -> None:
+        assert self._signals is not None
+        for signum in self._signals.drain():
+            name = signal.Signals(signum).name
+            self._record("signal", signal=name)
+            if signum in (signal.SIGUSR1, signal.SIGUSR2):
+                self._forward(signum, name)
+            else:
+                self._say(f"steadyrun: got {name}: ranks are asked to save and leave")
+                self._feed(ev.StopAsked(signum))
+
+    def _forward(self, signum: int, name: str) -> None:
+        """A pre-emption warning: pass it on where it is expected, and let should_stop() agree; training goes on."""
+        told: list[int] = []
+        for process in self._ranks.values():
+            if process.exit is None and catches(process.pid, signum):
+                self._processes.signal(process.pid, signum)
+                told.append(process.rank)
+        skipped = [p.rank for p in self._ranks.values() if p.exit is None and p.rank not in told]
+        if skipped:
+            self._say(f"steadyrun: {name} is not forwarded to ranks {skipped}: they do not handle it and would die")
+        if self._channel is not None:
+            self._channel.tell_drain({"origin": self._channel.group_rank, "node": self._spec.node, "signal": name})
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+    def _leave(self, exit_class: ExitClass, reason: str) -> None:
+        failures = dict(self._told_failures) if exit_class is not ExitClass.OK else {}
+        ranks = tuple(sorted(self._ranks))
+        self._record("run_ended", exit_class=int(exit_class), reason=reason)
+        self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)
+
+    def _close(self) -> None:
+        """Whatever happened, no rank, standby, thread or descriptor of ours stays."""
+        for process in self._ranks.values():
+            if process.exit is None:
+                self._kill_rank(process.rank)
+        if self._standbys is not None:
+            self._standbys.drop()
+        deadline_s = time.monotonic() + 5.0
+        while self._pidfds and time.monotonic() < deadline_s:
+            for key, _ in self._selector.select(0.05):
+                if key.fd in self._pidfds.values():
+                    for seen in self._processes.poll_exits():
+                        self._unwatch_pid(seen.pid)
+        for pid in list(self._pidfds):
+            self._unwatch_pid(pid)
+        self._processes.sweep(self._attempt)
+        if self._tailer is not None:
+            self._tailer.close()
+        done = self._outcome is not None and self._outcome.exit_class is ExitClass.OK
+        self._close_channel()
+        try:
+            self._rendezvous.leave(job_done=done)
+        except SteadyrunError as e:
+            log.warning("rendezvous_left_badly", error=str(e))
+        self._desk.close()
+        self._write_live(self._clock.now_s())
+        self._selector.close()
+        self._mailbox.close()
+        self._board.close()
+        self._journal.close()
+        if self._guardian is not None:
+            self._guardian.dismiss()
