@@ -91,6 +91,7 @@ class Decision:
     delay_s: float = 0.0
     excluded_nodes: tuple[int, ...] = ()
     exit_class: ExitClass = ExitClass.INTERNAL
+    root_cause: int | None = None  # the rank to show first
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -115,6 +116,14 @@ class JoinFailed:
 class RankSpawned:
     rank: int
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """No process could be made: wrong path, no memory, too many processes."""
+
+    rank: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +157,15 @@ class EvidenceDone:
 
 @dataclass(frozen=True, slots=True)
 class PeerStop:
-    """Somebody (this node included) asked for the end of the attempt; the first reason wins."""
+    """Somebody (this node included) asked for the end of the attempt; the first reason wins.
+
+    ``trigger`` as in Evidence, or ``membership``: then there is nothing to gather.
+    """
 
     attempt: int
     reason: str
     origin: int  # group rank
+    trigger: str = "exit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +232,7 @@ Event = (
     Joined
     | JoinFailed
     | RankSpawned
+    | SpawnFailed
     | BoardRead
     | RankExited
     | ProbesDone
@@ -269,10 +283,17 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class PublishStop:
-    """Ask all nodes to end the attempt; every node (this one too) hears PeerStop with the first reason."""
+    """Ask all nodes to end the attempt; every node (this one too) hears PeerStop with the first reason.
+
+    ``since_s``: when the fault happened (exit seen, last sign of progress); ``due_s``: the limit that passed; both on
+    CLOCK_MONOTONIC, for the detection delay.
+    """
 
     attempt: int
     reason: str
+    trigger: str = "exit"
+    since_s: float | None = None
+    due_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
