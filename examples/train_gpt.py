@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
@@ -116,7 +117,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).unbind(2)
         seen = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         x = x + self.dropout(self.project(seen.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        changed: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return changed
 
 
 class GPT(nn.Module):
@@ -144,14 +146,15 @@ class GPT(nn.Module):
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     tokens = windows.long()
     logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss: Tensor = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return loss
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class TrainingState(Stateful):
     """All that a run needs to go on as if it had never stopped.
 
-    The generators' states are kept under a key of their own per rank: values under one key are stored once, by one rank.
+    The generators' states have a key of their own per rank: what has the same key on all ranks is stored once.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, with_generators: bool = True) -> None:
@@ -170,12 +173,17 @@ class TrainingState(Stateful):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.steps_done, self.samples_seen = map(int, state["progress"])
         if self.with_generators:
             set_generator_states(state[f"generators_{dist.get_rank()}"])
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if np is not None:
+        np.random.seed(seed)
 
 
 def generator_states() -> dict[str, Any]:
@@ -197,10 +205,10 @@ def set_generator_states(states: dict[str, Any]) -> None:
 
 
 class Checkpoints:
-    """Committed checkpoints in a folder: ``step-00000100/`` and so on, and ``latest``, a file with the newest one's name.
+    """Committed checkpoints in a folder: ``step-00000100/`` and so on, and ``latest``, a file that names the newest.
 
-    A checkpoint is written into a folder with a temporary name, brought to the disk, and only then renamed: whatever has
-    its final name is whole. All methods are called by all ranks.
+    A checkpoint is written into a folder with a temporary name, brought to the disk, and only then renamed: whatever
+    has its final name is whole. All ranks call ``save`` and ``load_newest``.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -216,8 +224,8 @@ class Checkpoints:
         if self.is_writer and temporary.exists():  # left by a run that died while it was saving
             shutil.rmtree(temporary)
         dist.barrier()
-        dcp.save({"run": state}, checkpoint_id=temporary)  # returns when all ranks' files are written and synced
-        if self.is_writer:
+        dcp.save({"run": state}, checkpoint_id=temporary)  # type: ignore[attr-defined]
+        if self.is_writer:  # all ranks' files are written and synced
             sync_folder(temporary)
             if final.exists():  # committed by a run that died before it could say so in `latest`
                 shutil.rmtree(final)
@@ -230,16 +238,16 @@ class Checkpoints:
         return final
 
     def load_newest(self, state: TrainingState, device: torch.device) -> Path | None:
-        """Load what rank 0 sees as the newest, so that no two ranks can load different ones; None: there is none yet."""
+        """Load the newest checkpoint that rank 0 sees, on all ranks the same; None: there is none yet."""
         number = torch.tensor([self._newest() if self.is_writer else -1], device=device)
         dist.broadcast(number, src=0)
         if int(number) < 0:
             return None
         path = self.folder / f"step-{int(number):08d}"
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
         mine = f"run.generators_{dist.get_rank()}."
         state.with_generators = any(key.startswith(mine) for key in saved)  # not if there were fewer ranks then
-        dcp.load({"run": state}, checkpoint_id=path)
+        dcp.load({"run": state}, checkpoint_id=path)  # type: ignore[attr-defined]
         state.with_generators = True
         return path
 
@@ -275,13 +283,13 @@ def sync_folder(folder: Path) -> None:
 
 # -- training ----------------------------------------------------------------------------------------------------------
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small byte-level GPT on the Python standard library's sources.")
+    parser = argparse.ArgumentParser(description="Train a small byte-level GPT on Python's own sources.")
     parser.add_argument("--out", type=Path, default=Path("gpt-run"), help="folder for checkpoints and the loss log")
     parser.add_argument("--steps", type=int, default=200, help="steps in all, earlier runs' included (default 200)")
     parser.add_argument("--every", type=int, default=20, help="save a checkpoint each N steps (default 20)")
     parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep (default 2)")
     parser.add_argument("--log-every", type=int, default=10, help="print each N steps (default 10)")
-    parser.add_argument("--eval-every", type=int, default=0, help="evaluate on held-out text each N steps (default: never)")
+    parser.add_argument("--eval-every", type=int, default=0, help="evaluate each N steps (default: never)")
     parser.add_argument("--loss-log", type=Path, help="file the losses are appended to (default OUT/loss.jsonl)")
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--data-workers", type=int, default=0, help="data loader processes per rank (default 0)")
@@ -313,7 +321,8 @@ def join_ranks() -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     return device
 
 
@@ -363,8 +372,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     training = parallelize(model, arguments, device)
     optimizer = torch.optim.AdamW(training.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    for seed in (random.seed, torch.manual_seed, *([] if np is None else [np.random.seed])):
-        seed(1000 * arguments.seed + rank)  # different dropout on each rank
+    seed_generators(1000 * arguments.seed + rank)  # different dropout on each rank
 
     text = read_corpus(arguments.corpus_bytes)
     train_bytes = len(text) * 19 // 20
@@ -394,14 +402,14 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
         loss = loss_of(training, next(batches).to(device, non_blocking=True))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(training.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         state.steps_done += 1
         state.samples_seen += arguments.batch * world_size
 
-        # One small collective says both: the mean loss, and whether any rank was asked to stop, so that all leave together.
+        # One small collective for both: the mean loss, and whether any rank was asked to stop (then all leave).
         shared = torch.stack([loss.detach(), torch.tensor(float(stop_asked), device=device)])
         dist.all_reduce(shared)
         mean_loss = float(shared[0]) / world_size
