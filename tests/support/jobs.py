@@ -1,4 +1,4 @@
-"""Real jobs for tests: start the installed ``steadyrun``, watch what its ranks and its run folder say, and look for leftovers.
+"""Real jobs for tests: start the installed ``steadyrun``, read what its ranks and run folder say, look for leftovers.
 
 A script in a job tells what it does by appending JSON lines to ``$EVENTS/rank_R.jsonl``; see tests/fault/scripts.
 """
@@ -274,7 +274,7 @@ class Job:
 
     def _left(self) -> list[str]:
         left = [f"process {pid}: {line}" for pid, line in processes_with(self.tag).items()]
-        told = [r for r in self.struck()]
+        told = self.struck()
         left += [f"process {p} of fault {r['name']}" for r in told for p in r.get("pids", ()) if is_alive(int(p))]
         left += [f"file {f}" for r in told for f in r.get("files", ()) if Path(f).exists()]
         owners = {str(p) for e in self.events("start") for p in (e["pid"],)} | {str(self.process.pid)}
