@@ -17,6 +17,7 @@ class SpawnSpec:
     Attributes:
         argv: command line, argv[0] is the program.
         env: the whole environment.
+        attempt: -1 for a standby, which belongs to none yet and which no sweep touches.
         stdout, stderr: files to append to, or None to inherit.
         preexec_nice: added niceness (standbys).
         pass_fds: inherited file descriptors.
@@ -57,6 +58,16 @@ class ProcessTable(Protocol):
 
     def spawn(self, spec: SpawnSpec) -> int:
         """Start it in a session of its own; returns the pid. Raises OSError."""
+        ...
+
+    def adopt(
+        self, pid: int, rank: int, local_rank: int, attempt: int, exit_code: Callable[[], int | None] | None = None
+    ) -> None:
+        """Watch a child that somebody else started and will reap: *exit_code* gives its code once it is known."""
+        ...
+
+    def assign(self, pid: int, rank: int, attempt: int) -> None:
+        """From now on *pid*, a standby so far (attempt -1), is this rank of this attempt."""
         ...
 
     def fileno_of(self, pid: int) -> int:
