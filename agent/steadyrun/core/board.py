@@ -18,9 +18,57 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from steadyrun.core.errors import BoardError
+from steadyrun.core.layout import (
+    F_EXCEPTION,
+    F_STEP_IS_GLOBAL,
+    F_USES_SHOULD_STOP,
+    H_AGENT_PID,
+    H_BASE_NS,
+    H_MAGIC,
+    H_SLOT_WORDS,
+    H_SLOTS,
+    H_VERSION,
+    HEADER_WORDS,
+    LANE_DEPTH,
+    LANE_WORDS,
+    LANES,
+    MAGIC,
+    NAME_BYTES,
+    NAMES,
+    OTHER,
+    RING,
+    S_ATTACHED,
+    S_ATTEMPT,
+    S_BEAT_AT,
+    S_BEATS,
+    S_CKPT_DONE,
+    S_DROPPED,
+    S_FINISHED,
+    S_FIRST_STEP_AT,
+    S_FLAGS,
+    S_LANES,
+    S_LAST_CHANGE,
+    S_NAME_COUNTS,
+    S_NAME_TABLE,
+    S_NAMES,
+    S_OWNER_PID,
+    S_RANK,
+    S_RING,
+    S_RING_COUNT,
+    S_STEP,
+    S_STEP_AT,
+    S_STEP_RING,
+    S_STEP_RING_COUNT,
+    S_STEPS_DONE,
+    S_STOP_CALLS,
+    SLOT_WORDS,
+    STEP_RING,
+    VERSION,
+    fits,
+    now_word,
+)
 
 __all__ = [
     "Board",
@@ -29,67 +77,6 @@ __all__ = [
     "SlotView",
     "now_word",
 ]
-
-MAGIC: Final = 0x7374656164793031  # "steady01"
-VERSION: Final = 1
-
-# -- header, in words ------------------------------------------------------------------------------------------------
-H_MAGIC: Final = 0
-H_VERSION: Final = 1
-H_SLOTS: Final = 2
-H_SLOT_WORDS: Final = 3
-H_BASE_NS: Final = 4
-H_AGENT_PID: Final = 5
-H_AGENT_BEAT: Final = 6  # time word; written by the agent each pass of its loop
-H_STOP_REQUESTED: Final = 7  # 1 once a stop was asked for; should_stop() then waits for H_STOP_AT_CALL
-H_STOP_AT_CALL: Final = 8  # should_stop() returns True from this call number on (1 is the first call); 0: not set
-HEADER_WORDS: Final = 512
-
-# -- slot, in words from the slot's start ---------------------------------------------------------------------------------
-S_OWNER_PID: Final = 0  # 0: free
-S_ATTEMPT: Final = 1
-S_RANK: Final = 2
-S_ATTACHED: Final = 3  # time word: the in-rank side is in place
-S_FINISHED: Final = 4  # time word: the script has ended and the interpreter is being torn down
-S_FLAGS: Final = 5
-S_STEP: Final = 6  # newest step number + 1; 0: none yet
-S_STEP_AT: Final = 7  # time word of the newest step
-S_STEPS_DONE: Final = 8  # steps seen in this attempt
-S_FIRST_STEP_AT: Final = 9
-S_BEATS: Final = 10
-S_BEAT_AT: Final = 11
-S_STOP_CALLS: Final = 12  # calls of should_stop() so far
-S_NAMES: Final = 13  # entries used in the name table, entry 0 ("(other)") included
-S_DROPPED: Final = 14  # sections not recorded: no lane or no depth left
-S_RING_COUNT: Final = 15  # section durations written so far
-S_STEP_RING_COUNT: Final = 16
-S_CKPT_DONE: Final = 17  # sections named "checkpointing" completed in this attempt
-S_LAST_CHANGE: Final = 18  # time word of the newest closed section (progress, beside steps and beats)
-
-LANES: Final = 4  # lane 0 is the main thread; others go to threads that open sections
-LANE_DEPTH: Final = 16
-LANE_WORDS: Final = 2 + LANE_DEPTH  # head, native thread id, entries (start << 8 | name id)
-S_LANES: Final = 32
-
-RING: Final = 256  # power of two
-S_RING: Final = S_LANES + LANES * LANE_WORDS  # entry: duration_ns << 8 | name id
-STEP_RING: Final = 64
-S_STEP_RING: Final = S_RING + RING  # entry: step time in ns
-
-NAMES: Final = 64
-NAME_BYTES: Final = 48
-S_NAME_TABLE: Final = S_STEP_RING + STEP_RING
-S_NAME_COUNTS: Final = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # how often the section was completed in this attempt
-S_HASHES: Final = S_NAME_COUNTS + NAMES  # reserved for replica hashes
-SLOT_WORDS: Final = 2048
-assert S_HASHES + 256 <= SLOT_WORDS
-
-OTHER: Final = "(other)"  # name entry 0: every name beyond the table
-
-F_STEP_IS_GLOBAL: Final = 1  # step numbers survive a restart (given by the script, or read from the optimizer's state)
-F_USES_SHOULD_STOP: Final = 2
-F_EXCEPTION: Final = 4  # exception.json of this incarnation is written
-F_EXPLICIT_STEPS: Final = 8  # the script calls watch.step() itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +134,6 @@ class SlotView:
         signs = [t for t in (self.attached_s, self.step_at_s, self.beat_at_s, self.last_change_s) if t is not None]
         signs += [s.since_s for s in self.sections]
         return max(signs, default=None)
-
-
-def now_word(base_ns: int) -> int:
-    """The time word of now; never 0."""
-    return max(time.monotonic_ns() - base_ns, 1)
 
 
 class Board:
@@ -237,8 +219,7 @@ class Board:
         except (OSError, ValueError) as e:
             raise BoardError(f"cannot open the board {path}: {e}; is the run still alive?") from e
         words = memoryview(mapping).cast("Q")
-        ok = size >= HEADER_WORDS * 8 and words[H_MAGIC] == MAGIC and words[H_VERSION] == VERSION
-        ok = ok and words[H_SLOT_WORDS] == SLOT_WORDS and size == (HEADER_WORDS + words[H_SLOTS] * SLOT_WORDS) * 8
+        ok = fits(words, size)
         words.release()
         if not ok:
             mapping.close()

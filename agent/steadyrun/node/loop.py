@@ -24,7 +24,7 @@ import structlog
 
 from steadyrun.collectors.probe import ProbeRunner
 from steadyrun.collectors.process import catches
-from steadyrun.core import board as layout
+from steadyrun.core import layout
 from steadyrun.core.board import Board, SlotView
 from steadyrun.core.classes import Action, ExitClass, Mode
 from steadyrun.core.clock import Clock

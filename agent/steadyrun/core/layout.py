@@ -1,0 +1,81 @@
+"""Where each word of the board lies. Apart from ``board`` because ranks need the numbers and nothing else: this module
+imports next to nothing, while dataclasses and pathlib alone cost a starting rank 30 ms."""
+
+import time
+
+MAGIC = 0x7374656164793031  # "steady01"
+VERSION = 1
+
+# -- header, in words ------------------------------------------------------------------------------------------------
+H_MAGIC = 0
+H_VERSION = 1
+H_SLOTS = 2
+H_SLOT_WORDS = 3
+H_BASE_NS = 4
+H_AGENT_PID = 5
+H_AGENT_BEAT = 6  # time word; written by the agent each pass of its loop
+H_STOP_REQUESTED = 7  # 1 once a stop was asked for; should_stop() then waits for H_STOP_AT_CALL
+H_STOP_AT_CALL = 8  # should_stop() returns True from this call number on (1 is the first call); 0: not set
+HEADER_WORDS = 512
+
+# -- slot, in words from the slot's start ------------------------------------------------------------------------------
+S_OWNER_PID = 0  # 0: free
+S_ATTEMPT = 1
+S_RANK = 2
+S_ATTACHED = 3  # time word: the in-rank side is in place
+S_FINISHED = 4  # time word: the script has ended and the interpreter is being torn down
+S_FLAGS = 5
+S_STEP = 6  # newest step number + 1; 0: none yet
+S_STEP_AT = 7  # time word of the newest step
+S_STEPS_DONE = 8  # steps seen in this attempt
+S_FIRST_STEP_AT = 9
+S_BEATS = 10
+S_BEAT_AT = 11
+S_STOP_CALLS = 12  # calls of should_stop() so far
+S_NAMES = 13  # entries used in the name table, entry 0 ("(other)") included
+S_DROPPED = 14  # sections not recorded: no lane or no depth left
+S_RING_COUNT = 15  # section durations written so far
+S_STEP_RING_COUNT = 16
+S_CKPT_DONE = 17  # sections named "checkpointing" completed in this attempt
+S_LAST_CHANGE = 18  # time word of the newest closed section (progress, beside steps and beats)
+
+LANES = 4  # lane 0 is the main thread; others go to threads that open sections
+LANE_DEPTH = 16
+LANE_WORDS = 2 + LANE_DEPTH  # head, native thread id, entries (start << 8 | name id)
+S_LANES = 32
+
+RING = 256  # power of two
+S_RING = S_LANES + LANES * LANE_WORDS  # entry: duration_ns << 8 | name id
+STEP_RING = 64
+S_STEP_RING = S_RING + RING  # entry: step time in ns
+
+NAMES = 64
+NAME_BYTES = 48
+S_NAME_TABLE = S_STEP_RING + STEP_RING
+S_NAME_COUNTS = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # how often the section was completed in this attempt
+S_HASHES = S_NAME_COUNTS + NAMES  # reserved for replica hashes
+SLOT_WORDS = 2048
+assert S_HASHES + 256 <= SLOT_WORDS
+
+OTHER = "(other)"  # name entry 0: every name beyond the table
+
+F_STEP_IS_GLOBAL = 1  # step numbers survive a restart (given by the script, or read from the optimizer's state)
+F_USES_SHOULD_STOP = 2
+F_EXCEPTION = 4  # exception.json of this incarnation is written
+F_EXPLICIT_STEPS = 8  # the script calls watch.step() itself
+
+
+def fits(words: memoryview, size_bytes: int) -> bool:
+    """Whether a mapped file is a board of this version; *words* are its unsigned 64-bit words."""
+    return (
+        size_bytes >= HEADER_WORDS * 8
+        and words[H_MAGIC] == MAGIC
+        and words[H_VERSION] == VERSION
+        and words[H_SLOT_WORDS] == SLOT_WORDS
+        and size_bytes == (HEADER_WORDS + words[H_SLOTS] * SLOT_WORDS) * 8
+    )
+
+
+def now_word(base_ns: int) -> int:
+    """The time word of now; never 0."""
+    return max(time.monotonic_ns() - base_ns, 1)
