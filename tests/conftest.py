@@ -43,6 +43,7 @@ MAY_SLEEP = ("subprocess", "multiprocessing.popen_fork")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run tests marked slow (the complete fault matrix)")
+    parser.addoption("--update-docs", action="store_true", help="write the generated parts of the documents anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
