@@ -391,7 +391,9 @@ class LinuxProcessTable:
         for entry in processes.values():
             if entry.state != "Z" or entry.ppid != os.getpid() or entry.pid in self._children:
                 continue
-            is_known = entry.incarnation in self._known.leader_of or entry.session in self._children
+            is_known = (
+                entry.incarnation in self._known.leader_of or entry.session in self._children or _is_stray(entry)
+            )
             since_s = self._orphans.get(entry.incarnation, now_s)
             # A stranger in a session of its own: nobody asked for its exit code in 10 s, so nobody will.
             if is_known or (entry.session != os.getsid(0) and now_s - since_s > _ORPHAN_AGE_S):
