@@ -475,7 +475,7 @@ class Settings:
     restart_budget: int = _option(
         Count(0, 1000),
         3,
-        "Restarts without a newly reached step before the job is given up. No effect when --max-restarts is given: that "
+        "Restarts without a newly reached step before the job is given up. Unused when --max-restarts is given, which "
         "is obeyed exactly.",
         _RESTART,
     )
