@@ -53,10 +53,11 @@ class ProbeResult:
     Attributes:
         state: /proc state letter at the end (T stopped, D uninterruptible, Z zombie, R, S).
         cpu_share: CPU seconds per second over the window.
-        stack_unchanged: the main thread's stack was the same in every sample (but for the innermost line); None unknown.
+        stack_unchanged: the main thread's stack was the same in every sample but for the innermost line; None unknown.
         in_collective: the innermost frames wait for other ranks.
         compiling: a frame of torch._dynamo, torch._inductor or triton is on the main stack.
         io_moved: bytes read or written by the process moved.
+        children_cpu_share: CPU seconds per second of its descendants: a pool that works for a main thread that waits.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class ProbeResult:
     in_collective: bool = False
     compiling: bool = False
     io_moved: bool = False
+    children_cpu_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Decision:
     root_cause: int | None = None  # the rank to show first
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Joined:
     """Rendezvous done and the attempt's worker store is known."""
@@ -131,6 +133,13 @@ class BoardRead:
     """Fresh views of all local ranks' slots; None where no incarnation of this attempt has attached."""
 
     views: Mapping[int, SlotView | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRead:
+    """/proc state letters of local ranks, read with the board (a rank that is left out is unknown)."""
+
+    states: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +243,7 @@ Event = (
     | RankSpawned
     | SpawnFailed
     | BoardRead
+    | StatesRead
     | RankExited
     | ProbesDone
     | EvidenceDone
@@ -250,7 +260,7 @@ Event = (
 )
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Join:
     """Enter the rendezvous; answered by Joined or JoinFailed."""
@@ -401,9 +411,10 @@ Command = (
 class Limits:
     """Every limit of the watchdog, in seconds; ``inf`` switches one off.
 
-    ``sections`` overrides ``default_section_s`` by name and ``first`` by "first occurrence"; those that the user gave or
-    that were calibrated are named in ``accepted`` (``"step"``, ``"setup"``, ``"out_of_section"`` and so on): they alone
-    allow to act, the others need a second signal.
+    ``sections`` overrides ``default_section_s`` by name and ``first`` by "first occurrence"; those that the user gave
+    or that were calibrated are named in ``accepted`` (``"step"``, ``"setup"``, ``"out_of_section"`` and so on): they
+    alone allow to act, the others need a second signal. Keys besides section names: ``start``, ``setup``, ``step``
+    (also the time between two steps of a script without sections), ``out_of_section``, ``teardown``.
     """
 
     start_s: float = 300.0  # spawn until the in-rank side reports
@@ -416,8 +427,8 @@ class Limits:
     out_of_section_s: float = 1800.0  # once the script uses sections of its own: between them
     teardown_s: float = 180.0  # interpreter's end, or other ranks have ended
     stopped_s: float = 10.0  # in state T or D this long: a suspicion is written
-    sections: Mapping[str, float] = field(default_factory=dict)
-    first: Mapping[str, float] = field(default_factory=dict)
+    sections: Mapping[str, float | None] = field(default_factory=dict)  # None as inf
+    first: Mapping[str, float | None] = field(default_factory=dict)
     accepted: frozenset[str] = frozenset()
     confirm_s: float = 6.0  # window of the second signal
     recheck_s: float = 60.0  # next look at a rank that is late and shown to move

@@ -1,0 +1,342 @@
+"""Which deadlines a rank is under, which have passed, and whether a second signal agrees that it hangs.
+
+Pure judgement of one rank's board view (``watched``, ``overdue``) and of one node's suspicions against a probe of all
+its ranks (``judge``). What is watched:
+
+=================  ========================================  ==========================================================
+kind               from                                      until
+=================  ========================================  ==========================================================
+never_reported     the spawn                                 the in-rank side has attached (``start_s``)
+section            its entry                                 it is closed; each open section for itself, in every lane
+no_progress        newest step, beat or closed section       next step (``step_s``), or next section once the script
+                                                             opens sections named ``step`` (``out_of_section_s``)
+teardown           the end of the script, or the first rank  the process has ended (``teardown_s``)
+                   of the node that ended with 0
+=================  ========================================  ==========================================================
+
+A section that nobody gave a limit for (not the user, not a known name) may be the loop around everything, so steps and
+beats inside it count as its progress. A section left open by mistake never switches anything off: the time between
+steps is suspended only by a section of the main thread that was entered after the newest step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+from steadyrun.core.board import SlotView
+from steadyrun.core.records import Suspicion
+from steadyrun.node.machine.events import Limits, ProbeResult
+
+__all__ = [
+    "CHECKPOINTING",
+    "EVALUATION",
+    "Incarnation",
+    "Judgement",
+    "Watched",
+    "judge",
+    "next_deadline_s",
+    "overdue",
+    "quiet_s",
+    "view_of",
+    "watched",
+]
+
+SETUP: Final = "setup"
+STEP: Final = "step"
+CHECKPOINTING: Final = "checkpointing"
+EVALUATION: Final = frozenset({"evaluation", "eval", "evaluate", "validation", "validate", "test"})
+MAIN_LANE: Final = 0
+IDLE_CPU_SHARE: Final = 0.02  # below: the process does nothing
+BUSY_CHILDREN_SHARE: Final = 0.2  # above: descendants work for it
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """The process that is asked about, and what is remembered of it between two views.
+
+    Attributes:
+        pid: None while the spawn is not confirmed.
+        observed: it is expected to attach under this very pid; False for entry points that may never attach, or do so
+            in a descendant (a shell around Python).
+        own_step: a section named ``step`` has been seen.
+        own_sections: any section of the script's own has been seen.
+        others_done_s: when the first other rank of the node ended with 0; None: none has.
+    """
+
+    rank: int
+    attempt: int
+    pid: int | None
+    spawned_s: float
+    observed: bool = True
+    own_step: bool = False
+    own_sections: bool = False
+    others_done_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One deadline a rank is under.
+
+    Attributes:
+        suspicion: what to say once it has passed.
+        due_s: when it passes.
+        compile_until_s: until then a rank that compiles is not hung.
+        ask_compiling: an accepted limit on a first pass of ``step`` or ``setup``: look for compilation before acting.
+    """
+
+    suspicion: Suspicion
+    due_s: float
+    compile_until_s: float
+    ask_compiling: bool = False
+
+
+def view_of(who: Incarnation, view: SlotView | None) -> SlotView | None:
+    """The view if this incarnation wrote it; what another one left counts as absent."""
+    if view is None or view.attempt != who.attempt:
+        return None
+    if who.observed and who.pid is not None and view.pid != who.pid:
+        return None
+    return view
+
+
+def watched(who: Incarnation, view: SlotView | None, limits: Limits) -> list[Watched]:
+    """Every deadline the rank is under now, passed or not; those without a limit are left out."""
+    view = view_of(who, view)
+    if view is None or view.attached_s is None:
+        if not who.observed:
+            return []
+        return _listed(_watch(who, limits, "never_reported", None, "start", limits.start_s, who.spawned_s))
+    if view.finished_s is not None:
+        return _listed(_watch(who, limits, "teardown", None, "teardown", limits.teardown_s, view.finished_s))
+    found = [_watch_section(who, view, limits, i) for i in range(len(view.sections))]
+    found.append(_watch_progress(who, view, limits))
+    found.append(_watch_end(who, view, limits))
+    return _listed(*found)
+
+
+def overdue(who: Incarnation, view: SlotView | None, limits: Limits, now_s: float) -> list[Suspicion]:
+    """What the rank is suspected of now."""
+    return [w.suspicion for w in watched(who, view, limits) if w.due_s <= now_s]
+
+
+def next_deadline_s(who: Incarnation, view: SlotView | None, limits: Limits, now_s: float) -> float:
+    """When the next deadline passes that has not passed yet; ``inf``: none."""
+    return min((w.due_s for w in watched(who, view, limits) if w.due_s > now_s), default=inf)
+
+
+# -- the single deadlines --------------------------------------------------------------------------------------------
+def _listed(*found: Watched | None) -> list[Watched]:
+    return [w for w in found if w is not None]
+
+
+def _given(values: Mapping[str, float | None], name: str, default: float) -> float:
+    value = values.get(name, default)
+    return inf if value is None else value
+
+
+def _watch(
+    who: Incarnation,
+    limits: Limits,
+    kind: str,
+    section: str | None,
+    key: str,
+    default_s: float,
+    since_s: float,
+) -> Watched | None:
+    limit_s = _given(limits.sections, key, default_s)
+    if limit_s == inf:
+        return None
+    suspicion = Suspicion(who.rank, kind, section, since_s, limit_s, key in limits.accepted)
+    return Watched(suspicion, since_s + limit_s, since_s + max(limit_s, limits.first_step_s))
+
+
+def _known_limit_s(name: str, limits: Limits) -> float | None:
+    """The limit of a section by its name, or None: nobody has said anything about it."""
+    if name in limits.sections:
+        return _given(limits.sections, name, inf)
+    if name == SETUP:
+        return limits.setup_s
+    if name == STEP:
+        return limits.step_s
+    if name == CHECKPOINTING:
+        return limits.checkpointing_s
+    if name.lower() in EVALUATION:
+        return limits.evaluation_s
+    return None
+
+
+def _watch_section(who: Incarnation, view: SlotView, limits: Limits, index: int) -> Watched | None:
+    section = view.sections[index]
+    name, since_s = section.name, section.since_s
+    accepted = name in limits.accepted
+    known_s = _known_limit_s(name, limits)
+    limit_s = limits.default_section_s if known_s is None else known_s
+    first = section.first or name == SETUP
+    first_limit_s = max(limit_s, _given(limits.first, name, limits.first_step_s))
+    # A limit that was given holds from the first pass on, unless the first pass was given one too; the default for
+    # first passes then only bounds how long a compilation may take.
+    given_first = name in limits.first
+    if first and name != SETUP and (given_first or not accepted):
+        limit_s = first_limit_s
+    if name == SETUP:
+        if given_first:
+            limit_s = first_limit_s
+        if not accepted:  # a script that only beats, or whose set-up is a loop of its own sections
+            since_s = _newest(since_s, view.beat_at_s, view.last_change_s if who.own_sections else None)
+    elif known_s is None:
+        since_s = _newest(since_s, view.beat_at_s, view.step_at_s)
+    if limit_s == inf:
+        return None
+    patience_s = max(limit_s, limits.first_step_s, first_limit_s if first else 0.0)
+    ask = accepted and first and name in (SETUP, STEP)
+    suspicion = Suspicion(who.rank, "section", name, since_s, limit_s, accepted)
+    return Watched(suspicion, since_s + limit_s, since_s + patience_s, ask)
+
+
+def _watch_progress(who: Incarnation, view: SlotView, limits: Limits) -> Watched | None:
+    assert view.attached_s is not None
+    since_s = _newest(view.attached_s, view.step_at_s, view.beat_at_s, view.last_change_s)
+    last_step_s = view.step_at_s if view.step_at_s is not None else -inf
+    inside = [s for s in view.sections if s.lane == MAIN_LANE]
+    if view.step_at_s is None and any(s.name == SETUP for s in inside):
+        return None  # before the first step, section setup is the judge
+    if any(s.since_s > last_step_s and s.name != SETUP for s in inside):
+        return None  # that section's own limit is the judge
+    if view.step_at_s is None or who.own_step:
+        return _watch(who, limits, "no_progress", None, "out_of_section", limits.out_of_section_s, since_s)
+    return _watch(who, limits, "no_progress", None, STEP, limits.step_s, since_s)
+
+
+def _watch_end(who: Incarnation, view: SlotView, limits: Limits) -> Watched | None:
+    """The rank goes on although another one has ended well: the job is over and this one does not end."""
+    if who.others_done_s is None or any(s.name != SETUP and s.lane == MAIN_LANE for s in view.sections):
+        return None
+    since_s = _newest(who.others_done_s, view.step_at_s, view.beat_at_s, view.last_change_s)
+    return _watch(who, limits, "teardown", None, "teardown", limits.teardown_s, since_s)
+
+
+def _newest(first_s: float, *others_s: float | None) -> float:
+    return max([first_s, *(t for t in others_s if t is not None)])
+
+
+# -- the second signal -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What two signals together say about a node.
+
+    Attributes:
+        guilty: passed deadlines that may be acted on; empty: nobody may be touched.
+        spared: rank -> why it is left alone although it is late.
+        wait_until_s: rank -> earliest time at which looking again can change anything (only where it is known).
+    """
+
+    guilty: tuple[Suspicion, ...]
+    spared: Mapping[int, str]
+    wait_until_s: Mapping[int, float]
+
+
+def quiet_s(limits: Limits) -> float:
+    """How long ranks on several nodes may all wait in collectives before this node acts on waiting alone.
+
+    Whoever moves on another node (rank 0 evaluates or saves, say) is under a limit of its own there and is accused by
+    its own node when that passes, so waiting longer than the longest finite limit of all means that nobody moves.
+    """
+    named = [
+        limits.first_step_s,
+        limits.setup_s,
+        limits.checkpointing_s,
+        limits.evaluation_s,
+        limits.default_section_s,
+        limits.out_of_section_s,
+        *(v for v in limits.sections.values() if v is not None),
+        *(v for v in limits.first.values() if v is not None),
+    ]
+    return max(v for v in (*named, 0.0) if v != inf)
+
+
+def judge(
+    late: Sequence[Watched],
+    probes: Mapping[int, ProbeResult],
+    alive: Collection[int],
+    several_nodes: bool,
+    limits: Limits,
+    now_s: float,
+) -> Judgement:
+    """Who of the *late* may be acted on. *alive*: all ranks of this node that live; *probes* of as many as answered.
+
+    A late rank is guilty when its limit was accepted; when it is stopped, dead, or in an uninterruptible wait that
+    moves nothing; when its stack does not change outside of a collective. Ranks that all wait for others are guilty
+    only when no rank moves: on one node all have been looked at; on several, ``quiet_s`` must have passed as well.
+    """
+    spared: dict[int, str] = {}
+    until_s: dict[int, float] = {}
+    guilty: list[Suspicion] = []
+    waiting: list[Watched] = []
+    for w in late:
+        s = w.suspicion
+        reason, again_s = _excuse(w, probes.get(s.rank), limits, now_s)
+        if reason is None:
+            guilty.append(s)
+        elif reason == WAITS:
+            waiting.append(w)
+        else:
+            spared[s.rank] = reason
+            if again_s is not None:
+                until_s[s.rank] = again_s
+    if waiting and not guilty:
+        suspects = {w.suspicion.rank for w in late}
+        movers = sorted(set(spared) | {r for r in alive if r not in suspects and not _waits(probes.get(r))})
+        act_s = min(w.due_s for w in waiting) + (quiet_s(limits) if several_nodes else 0.0)
+        if not movers and now_s >= act_s:
+            guilty = [w.suspicion for w in waiting]
+        else:
+            who = f"rank {', '.join(map(str, movers))} is at work" if movers else "the mover may be on another node"
+            for w in waiting:
+                spared[w.suspicion.rank] = f"waits for other ranks; {who}"
+                if not movers:
+                    until_s[w.suspicion.rank] = act_s
+    else:
+        for w in waiting:
+            spared[w.suspicion.rank] = "waits for other ranks"
+    return Judgement(tuple(guilty), spared, until_s)
+
+
+WAITS: Final = "waits"
+
+
+def _excuse(w: Watched, p: ProbeResult | None, limits: Limits, now_s: float) -> tuple[str | None, float | None]:
+    """(why the rank is not to blame, when to look again), or (None, None): it is."""
+    s = w.suspicion
+    if p is not None and p.compiling and now_s < w.compile_until_s and (not s.accepted or w.ask_compiling):
+        return "is compiling", w.compile_until_s
+    if s.accepted:
+        return None, None
+    if p is None:
+        return "could not be examined", None
+    if p.state in ("T", "Z", "X"):
+        return None, None
+    if p.state == "t":
+        return "is held by a debugger", None
+    if p.stack_unchanged is False:
+        return "is late, but moves", None
+    if p.in_collective:
+        return WAITS, None
+    # A silent write, or a pool that works for it, is allowed as long as a checkpoint: one call that saves 100 GB looks
+    # like this, and so does a data set being prepared in the set-up.
+    patience_s = s.since_s + max(2 * s.limit_s, limits.checkpointing_s)
+    if (p.io_moved or p.children_cpu_share > BUSY_CHILDREN_SHARE) and now_s < patience_s:
+        return ("reads or writes" if p.io_moved else "waits for its own child processes, which work"), patience_s
+    if p.state == "D" or p.stack_unchanged:
+        return None, None
+    # No stack could be had: whether it waits for others is unknown.
+    if p.cpu_share > IDLE_CPU_SHARE:
+        return "is late, but uses the CPU; its stack could not be read", None
+    return (None, None) if s.kind == "never_reported" else (WAITS, None)
+
+
+def _waits(p: ProbeResult | None) -> bool:
+    """This rank is not late itself; it counts as moving unless it is seen waiting for others."""
+    return p is not None and p.in_collective and p.stack_unchanged is not False and not p.io_moved
