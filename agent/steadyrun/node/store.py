@@ -7,6 +7,7 @@ caller 0.3 ms after the key was set (measured, torch 2.13), where polling at tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -62,11 +63,8 @@ class _Connection:
             copy = os.dup(self.socket_fd)
         except OSError:
             return
-        with socket.socket(fileno=copy) as connection:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the other side was faster
+        with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):  # the other side may be faster
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +196,8 @@ class TorchAsyncStore:
             self._lose(f"the store has not answered for {self._stall_limit_s:.0f} s")
         with self._lock:
             if not self._is_closing:
-                try:
+                with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                except BlockingIOError:
-                    pass
             events = tuple(self._events)
             self._events.clear()
         return events
@@ -308,7 +304,7 @@ class TorchAsyncStore:
 
 
 class WorkerStore:
-    """The store through which the ranks of one attempt find each other; hosted by the agent, so that it outlives them."""
+    """The store through which the ranks of one attempt find each other; it lives in the agent, so it outlives them."""
 
     def __init__(self, server: Any, host: str) -> None:
         self._server = server
@@ -332,7 +328,7 @@ def open_worker_store(host: str, port: int = 0, timeout_s: float = 300.0) -> Wor
     Raises:
         OSError: the port is taken or *host* cannot be reached from here; the text names both.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it without saying so
 
     try:
         server = TCPStore(
@@ -354,15 +350,15 @@ def _connector(store: Any) -> Callable[[], _Connection] | None:
     if hasattr(store, "clone"):
         return lambda: _connect(store.clone, port)
 
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as above
 
     # Without clone the prefix of a PrefixStore cannot be read, so that all nodes agree on one of ours through it.
     namespace = store.compare_set(_NAMESPACE_KEY, "", uuid.uuid4().hex).decode()
     host, timeout = str(bottom.host), bottom.timeout
 
-    def dial() -> StoreClient:
+    def dial() -> Any:
         client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return PrefixStore(f"steadyrun-{namespace}", client)  # type: ignore[return-value]  # stubs say str for values
+        return PrefixStore(f"steadyrun-{namespace}", client)
 
     return lambda: _connect(dial, port)
 

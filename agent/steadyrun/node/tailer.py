@@ -1,0 +1,267 @@
+"""Follows the ranks' log files onto the agent's own console, as if the ranks wrote there themselves.
+
+Ranks write to files, so that a console which nobody reads can never block training. Reading is done by the loop, in
+bounded portions; writing by a thread per console stream with a bounded queue: what a slow console cannot take is left
+out and counted, and is in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["LogTailer", "split_whole_lines"]
+
+STDOUT: Final = 1
+STDERR: Final = 2
+READ_BYTES: Final = 256 * 1024  # per file and pump
+PARTIAL_AFTER_S: Final = 0.25
+QUEUE_BYTES: Final = 4 * 1024 * 1024
+_WRITE_BYTES: Final = 4096  # PIPE_BUF: when a pipe polls writable, this much does not block
+_POLL_S: Final = 0.1
+
+
+def split_whole_lines(data: bytes) -> tuple[bytes, bytes]:
+    """(what ends with its last line end, the unfinished rest); a carriage return counts, for progress bars."""
+    cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    return data[:cut], data[cut:]
+
+
+@dataclass(slots=True)
+class _Followed:
+    path: Path
+    sink: int
+    prefix: bytes
+    fd: int | None = None
+    held: bytes = b""
+    held_since_s: float = 0.0
+    at_line_start: bool = True
+    is_retired: bool = False
+
+
+class LogTailer:
+    """Copies growing files to file descriptors 1 and 2 (or those given). Used from the loop's thread.
+
+    Args:
+        stdout_fd, stderr_fd: the console; not closed here.
+        note: called once per kind of trouble with a line for the journal: a closed or a slow console.
+    """
+
+    def __init__(
+        self, stdout_fd: int = STDOUT, stderr_fd: int = STDERR, note: Callable[[str], None] | None = None
+    ) -> None:
+        self._note = note
+        self._followed: dict[Path, _Followed] = {}
+        self._consoles: dict[int, _Console] = {STDOUT: _Console(stdout_fd, "standard output")}
+        is_same = _identity(stdout_fd) == _identity(stderr_fd)  # then one thread, so that lines do not mix
+        self._consoles[STDERR] = self._consoles[STDOUT] if is_same else _Console(stderr_fd, "standard error")
+        self._told: set[str] = set()
+
+    def follow(self, path: Path, sink: int, prefix: str = "") -> None:
+        """Copy *path*, which need not exist yet, from its start to the console's stdout (1) or stderr (2)."""
+        if path not in self._followed:
+            self._followed[path] = _Followed(path, sink, prefix.encode())
+
+    def retire(self, path: Path) -> None:
+        """Its writer has ended: forget the file once it is copied to its end."""
+        followed = self._followed.get(path)
+        if followed is not None:
+            followed.is_retired = True
+
+    def pump(self, now_s: float) -> bool:
+        """Read what the files have gained, at most 256 KiB each, and hand it to the console; never blocks.
+
+        Returns:
+            Some file had more than was read: call again soon.
+        """
+        has_more = False
+        for followed in list(self._followed.values()):
+            data = self._read(followed)
+            if data:
+                self._take(followed, data, now_s)
+                has_more = has_more or len(data) == READ_BYTES
+            elif followed.held and (followed.is_retired or now_s - followed.held_since_s >= PARTIAL_AFTER_S):
+                self._emit(followed, followed.held)
+                followed.held = b""
+            if not data and followed.is_retired:
+                self._forget(followed)
+        self._tell_troubles()
+        return has_more
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Copy the rest, unfinished lines too, and stop; what the console does not take in time is left out."""
+        deadline_s = time.monotonic() + timeout_s
+        for followed in self._followed.values():
+            followed.is_retired = True
+        while self._followed and time.monotonic() < deadline_s:
+            self.pump(float("inf"))
+            self._wait_for_room(deadline_s)
+        for followed in list(self._followed.values()):
+            self._forget(followed)
+        for console in set(self._consoles.values()):
+            console.close(max(deadline_s - time.monotonic(), 0.0))
+        self._tell_troubles()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _read(self, followed: _Followed) -> bytes:
+        if followed.fd is None:
+            try:
+                followed.fd = os.open(followed.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return b""
+        try:
+            return os.read(followed.fd, READ_BYTES)
+        except OSError:
+            return b""
+
+    def _take(self, followed: _Followed, data: bytes, now_s: float) -> None:
+        whole, rest = split_whole_lines(followed.held + data)
+        if len(rest) > READ_BYTES:  # no line end in sight
+            whole, rest = whole + rest, b""
+        if whole:
+            self._emit(followed, whole)
+        followed.held, followed.held_since_s = rest, now_s
+
+    def _emit(self, followed: _Followed, data: bytes) -> None:
+        if followed.prefix:
+            starts, followed.at_line_start = followed.at_line_start, data.endswith(b"\n")
+            body = data[:-1] if followed.at_line_start else data
+            data = body.replace(b"\n", b"\n" + followed.prefix) + (b"\n" if followed.at_line_start else b"")
+            data = followed.prefix + data if starts else data
+        self._consoles[followed.sink].put(data)
+
+    def _forget(self, followed: _Followed) -> None:
+        if followed.fd is not None:
+            os.close(followed.fd)
+        del self._followed[followed.path]
+
+    def _wait_for_room(self, deadline_s: float) -> None:
+        for console in set(self._consoles.values()):
+            console.wait_until_below(QUEUE_BYTES // 2, deadline_s)
+
+    def _tell_troubles(self) -> None:
+        for console in set(self._consoles.values()):
+            trouble = console.trouble()
+            if trouble and trouble not in self._told:
+                self._told.add(trouble)
+                if self._note is not None:
+                    self._note(trouble)
+
+
+class _Console:
+    """One stream of the console, written by a thread that starts with the first data."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd = fd
+        self._name = name
+        self._chunks: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._dropped_bytes = 0
+        self._unsaid_bytes = 0
+        self._broken = ""
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, data: bytes) -> None:
+        """Queue it, or count it as left out when the queue is full."""
+        with self._changed:
+            if self._broken:
+                return
+            if self._queued_bytes + len(data) > QUEUE_BYTES:
+                self._dropped_bytes += len(data)
+                self._unsaid_bytes += len(data)
+                return
+            if self._unsaid_bytes:
+                notice = (
+                    f"\nsteadyrun: {self._unsaid_bytes} bytes left out here, the console is slow; see the log files\n"
+                )
+                self._unsaid_bytes = 0
+                data = notice.encode() + data
+            self._chunks.append(data)
+            self._queued_bytes += len(data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="steadyrun-console", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait_until_below(self, size_bytes: int, deadline_s: float) -> None:
+        with self._changed:
+            while self._queued_bytes > size_bytes and not self._broken:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    return
+
+    def trouble(self) -> str:
+        """What is wrong with this stream, for a person; empty: nothing."""
+        with self._changed:
+            if self._broken:
+                return f"{self._name} is closed ({self._broken}); ranks' output goes to their log files only"
+            if self._dropped_bytes:
+                return f"{self._name} is read too slowly; part of the ranks' output is in their log files only"
+            return ""
+
+    def close(self, timeout_s: float) -> None:
+        self.wait_until_below(0, time.monotonic() + timeout_s)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(1.0)  # it looks up every 0.1 s, but for a terminal stopped with Ctrl-S
+
+    def _run(self) -> None:
+        while (chunk := self._next()) is not None:
+            view = memoryview(chunk)
+            while view:
+                if not self._wait_writable():
+                    return
+                try:
+                    written = os.write(self._fd, view[:_WRITE_BYTES])
+                except BlockingIOError:
+                    continue
+                except OSError as e:
+                    self._break(e.strerror or str(e))
+                    return
+                view = view[written:]
+            with self._changed:
+                self._queued_bytes -= len(chunk)
+                self._changed.notify_all()
+
+    def _next(self) -> bytes | None:
+        with self._changed:
+            while not self._chunks:
+                if self._is_closing:
+                    return None
+                self._changed.wait()
+            return self._chunks.popleft()
+
+    def _wait_writable(self) -> bool:
+        """False when closing: nobody waits for the console any more."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        while not poll.poll(_POLL_S * 1000):
+            if self._is_closing:
+                return False
+        return True
+
+    def _break(self, reason: str) -> None:
+        with self._changed:
+            self._broken = reason
+            self._chunks.clear()
+            self._queued_bytes = 0
+            self._changed.notify_all()
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    with contextlib.suppress(OSError):
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+    return -1, fd
