@@ -1,8 +1,8 @@
 """Follows the ranks' log files onto the agent's own console, as if the ranks wrote there themselves.
 
 Ranks write to files, so that a console which nobody reads can never block training. Reading is done by the loop, in
-bounded portions; writing by a thread per console stream with a bounded queue: what a slow console cannot take is left
-out and counted, and is in the files.
+bounded portions, and only while the console keeps up: the files are the buffer. Writing is done by a thread per console
+stream, because a write to a full pipe or a stopped terminal takes as long as it takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STDOUT: Final = 1
 STDERR: Final = 2
 READ_BYTES: Final = 256 * 1024  # per file and pump
 PARTIAL_AFTER_S: Final = 0.25
-QUEUE_BYTES: Final = 4 * 1024 * 1024
+QUEUE_BYTES: Final = 1024 * 1024  # with more than this waiting for the console, files are not read on
 _WRITE_BYTES: Final = 4096  # PIPE_BUF: when a pipe polls writable, this much does not block
 _POLL_S: Final = 0.1
 
@@ -52,7 +52,7 @@ class LogTailer:
 
     Args:
         stdout_fd, stderr_fd: the console; not closed here.
-        note: called once per kind of trouble with a line for the journal: a closed or a slow console.
+        note: called with a line for the journal when the console is closed, or could not take everything in the end.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class LogTailer:
     ) -> None:
         self._note = note
         self._followed: dict[Path, _Followed] = {}
-        self._consoles: dict[int, _Console] = {STDOUT: _Console(stdout_fd, "standard output")}
+        self._consoles: dict[int, _Console] = {STDOUT: _Console(stdout_fd)}
         is_same = _identity(stdout_fd) == _identity(stderr_fd)  # then one thread, so that lines do not mix
-        self._consoles[STDERR] = self._consoles[STDOUT] if is_same else _Console(stderr_fd, "standard error")
-        self._told: set[str] = set()
+        self._consoles[STDERR] = self._consoles[STDOUT] if is_same else _Console(stderr_fd)
+        self._has_told = False
 
     def follow(self, path: Path, sink: int, prefix: str = "") -> None:
         """Copy *path*, which need not exist yet, from its start to the console's stdout (1) or stderr (2)."""
@@ -80,10 +80,12 @@ class LogTailer:
         """Read what the files have gained, at most 256 KiB each, and hand it to the console; never blocks.
 
         Returns:
-            Some file had more than was read: call again soon.
+            Some file has more than was read: call again soon.
         """
         has_more = False
         for followed in list(self._followed.values()):
+            if not self._consoles[followed.sink].has_room():
+                continue
             data = self._read(followed)
             if data:
                 self._take(followed, data, now_s)
@@ -103,12 +105,15 @@ class LogTailer:
             followed.is_retired = True
         while self._followed and time.monotonic() < deadline_s:
             self.pump(float("inf"))
-            self._wait_for_room(deadline_s)
+            for console in set(self._consoles.values()):
+                console.wait_until_below(QUEUE_BYTES // 2, deadline_s)
+        unread_bytes = sum(_unread_bytes(f) for f in self._followed.values())
         for followed in list(self._followed.values()):
             self._forget(followed)
         for console in set(self._consoles.values()):
-            console.close(max(deadline_s - time.monotonic(), 0.0))
-        self._tell_troubles()
+            unread_bytes += console.close(deadline_s)
+        if unread_bytes and self._note is not None:
+            self._note(f"the console did not take the last {unread_bytes} bytes of the ranks' output in time")
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _read(self, followed: _Followed) -> bytes:
@@ -143,49 +148,33 @@ class LogTailer:
             os.close(followed.fd)
         del self._followed[followed.path]
 
-    def _wait_for_room(self, deadline_s: float) -> None:
-        for console in set(self._consoles.values()):
-            console.wait_until_below(QUEUE_BYTES // 2, deadline_s)
-
     def _tell_troubles(self) -> None:
-        for console in set(self._consoles.values()):
-            trouble = console.trouble()
-            if trouble and trouble not in self._told:
-                self._told.add(trouble)
-                if self._note is not None:
-                    self._note(trouble)
+        broken = next((b for c in self._consoles.values() if (b := c.broken)), "")
+        if broken and not self._has_told and self._note is not None:
+            self._has_told = True
+            self._note(f"the console is closed ({broken}); the ranks' output goes to their log files only")
 
 
 class _Console:
     """One stream of the console, written by a thread that starts with the first data."""
 
-    def __init__(self, fd: int, name: str) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._name = name
         self._chunks: deque[bytes] = deque()
         self._queued_bytes = 0
-        self._dropped_bytes = 0
-        self._unsaid_bytes = 0
-        self._broken = ""
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self.broken = ""  # why nobody can be reached any more
+
+    def has_room(self) -> bool:
+        """More may be put. A closed console always has room: files are then read to be forgotten."""
+        return self._queued_bytes <= QUEUE_BYTES
 
     def put(self, data: bytes) -> None:
-        """Queue it, or count it as left out when the queue is full."""
         with self._changed:
-            if self._broken:
+            if self.broken:
                 return
-            if self._queued_bytes + len(data) > QUEUE_BYTES:
-                self._dropped_bytes += len(data)
-                self._unsaid_bytes += len(data)
-                return
-            if self._unsaid_bytes:
-                notice = (
-                    f"\nsteadyrun: {self._unsaid_bytes} bytes left out here, the console is slow; see the log files\n"
-                )
-                self._unsaid_bytes = 0
-                data = notice.encode() + data
             self._chunks.append(data)
             self._queued_bytes += len(data)
             if self._thread is None:
@@ -195,27 +184,20 @@ class _Console:
 
     def wait_until_below(self, size_bytes: int, deadline_s: float) -> None:
         with self._changed:
-            while self._queued_bytes > size_bytes and not self._broken:
+            while self._queued_bytes > size_bytes and not self.broken:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._changed.wait(left_s):
                     return
 
-    def trouble(self) -> str:
-        """What is wrong with this stream, for a person; empty: nothing."""
-        with self._changed:
-            if self._broken:
-                return f"{self._name} is closed ({self._broken}); ranks' output goes to their log files only"
-            if self._dropped_bytes:
-                return f"{self._name} is read too slowly; part of the ranks' output is in their log files only"
-            return ""
-
-    def close(self, timeout_s: float) -> None:
-        self.wait_until_below(0, time.monotonic() + timeout_s)
+    def close(self, deadline_s: float) -> int:
+        """Stop the thread; the number of bytes that were not written by then."""
+        self.wait_until_below(0, deadline_s)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(1.0)  # it looks up every 0.1 s, but for a terminal stopped with Ctrl-S
+        return self._queued_bytes
 
     def _run(self) -> None:
         while (chunk := self._next()) is not None:
@@ -254,10 +236,16 @@ class _Console:
 
     def _break(self, reason: str) -> None:
         with self._changed:
-            self._broken = reason
+            self.broken = reason
             self._chunks.clear()
             self._queued_bytes = 0
             self._changed.notify_all()
+
+
+def _unread_bytes(followed: _Followed) -> int:
+    if followed.fd is None:
+        return len(followed.held)
+    return len(followed.held) + max(os.fstat(followed.fd).st_size - os.lseek(followed.fd, 0, os.SEEK_CUR), 0)
 
 
 def _identity(fd: int) -> tuple[int, int]:
