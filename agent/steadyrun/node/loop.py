@@ -7,6 +7,7 @@ incident desk what the evidence means, the policy what follows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,21 +22,22 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import structlog
-
 from steadyrun.collectors.probe import ProbeRunner
-from steadyrun.collectors.process import catches
+
+from steadyrun.collectors.process import ProcessReader
 from steadyrun.core import layout
 from steadyrun.core.board import Board, SlotView
 from steadyrun.core.classes import Action, ExitClass, Mode
 from steadyrun.core.clock import Clock
 from steadyrun.core.errors import SteadyrunError
 from steadyrun.core.journal import Journal
-from steadyrun.core.records import ExitRecord, Suspicion
+from steadyrun.core.records import ExitRecord
 from steadyrun.core.runfolder import RunFolder
+from steadyrun.detect.policy import History, PolicyLimits
 from steadyrun.node import control
 from steadyrun.node.control import ControlChannel
 from steadyrun.node.guardian import Guardian
-from steadyrun.node.incident import Incident, IncidentDesk
+from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
 from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.node import NodeMachine
 from steadyrun.node.ports import (
@@ -57,6 +59,7 @@ log = structlog.get_logger()
 POLL_S: Final = 0.5  # how often the board is read while nothing is due
 TAIL_S: Final = 0.1  # how often growing log files are looked at
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
+DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
 WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
 STOP_CALL_MARGIN_S: Final = 0.5  # should_stop() takes effect this many seconds' worth of calls ahead
 
@@ -188,10 +191,8 @@ class _Mailbox:
         os.eventfd_write(self._fd, 1)
 
     def drain(self) -> list[Callable[[], None]]:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
         out: list[Callable[[], None]] = []
         while True:
             try:
@@ -228,19 +229,27 @@ class NodeAgent:
         self._board = Board.create_anonymous(spec.local_world_size)
         self._journal = Journal(spec.run_folder.journal(spec.node), spec.node)
         self._mailbox = _Mailbox()
+        self._proc = ProcessReader()
         self._selector = selectors.DefaultSelector()
         self._tailer = tailer
         self._sampler = Sampler(self._board, self._journal, clock, spec.node)
         self._standbys = StandbyPool(processes) if spec.standby else None
         self._desk = IncidentDesk(
-            spec.run_folder, spec.run_id, spec.node, spec.mode, spec.script, clock, self._mailbox.post
+            spec.run_folder,
+            spec.run_id,
+            spec.node,
+            spec.mode,
+            spec.script,
+            clock,
+            self._mailbox.post,
+            PolicyLimits(max_restarts=spec.max_restarts, without_progress=spec.restart_budget),
         )
         self._guardian: Guardian | None = None
         self._channel: ControlChannel | None = None
         self._membership: Membership | None = None
         self._master: tuple[str, int] = ("", 0)
         self._attempt = 0
-        self._history = self._desk.new_history(spec.max_restarts, spec.restart_budget)
+        self._history = History()
         self._incident: Incident | None = None
         self._ranks: dict[int, _RankProcess] = {}
         self._views: dict[int, SlotView | None] = {}
@@ -249,6 +258,8 @@ class NodeAgent:
         self._call_rate_hz = 0.0
         self._last_calls: tuple[float, int] = (0.0, 0)
         self._drained = False
+        self._standbys_ready = 0
+        self._told_memory = False
         self._stores: dict[int, tuple[str, int]] = {}
         self._told_failures: dict[int, RankFailure] = {}
         self._root_cause: int | None = None
@@ -257,6 +268,7 @@ class NodeAgent:
         self._next_tail_s = 0.0
         self._next_live_s = 0.0
         self._next_waiting_s = 0.0
+        self._next_descendants_s = 0.0
         self._started_unix_s = clock.unix_s()
         self._live_path = spec.run_folder.state / f"{spec.node}.json"
 
@@ -295,6 +307,10 @@ class NodeAgent:
             self._next_poll_s = now_s + POLL_S
             self._read_board(now_s)
             self._feed(ev.Tick())
+            self._look_after_standbys()
+        if now_s >= self._next_descendants_s:
+            self._next_descendants_s = now_s + DESCENDANTS_S
+            self._processes.record_descendants()
         if now_s >= self._desk.next_deadline_s():
             self._judge_when_complete(now_s)
         if self._tailer is not None and now_s >= self._next_tail_s:
@@ -519,39 +535,63 @@ class NodeAgent:
     def _gather(self, command: ev.Gather) -> None:
         incident = self._incident
         if command.only_report or incident is None or incident.attempt != command.attempt:
-            now_unix_s = self._clock.unix_s()
-            payload = {"reason": command.reason, "trigger": command.trigger, "detected_at_unix_s": now_unix_s}
+            now_s = self._clock.now_s()
+            oldest = min(command.suspicions, key=lambda s: s.since_s + s.limit_s, default=None)
+            payload = {
+                "reason": command.reason,
+                "trigger": command.trigger,
+                "detected_at_unix_s": self._clock.unix_s(),
+                "delay_s": now_s - oldest.since_s if oldest else 0.0,
+                "past_limit_s": now_s - oldest.since_s - oldest.limit_s if oldest else None,
+            }
             incident = self._desk.open(self._desk.next_number(), command.attempt, payload)
             incident = replace(incident, only_report=command.only_report)
         suspicions = {s.rank: s for s in command.suspicions}
         views = self._fresh_views()
-        targets = [self._desk.target(p, views.get(p.rank), suspicions.get(p.rank)) for p in self._ranks.values()]
+        targets = [
+            target_of(
+                p.rank,
+                p.local_rank,
+                p.pid,
+                p.attempt,
+                views.get(p.rank),
+                p.exit,
+                self._spec.run_folder.rank_dir(p.attempt, p.rank),
+                [path for path in (p.spec.stderr, p.spec.stdout) if path is not None],
+                suspicions.get(p.rank),
+            )
+            for p in self._ranks.values()
+        ]
         attempt, opened = command.attempt, incident
         self._desk.collect(
-            opened, targets, self._spec.stack_signal, command.limit_s, lambda: self._on_collected(attempt, opened)
+            opened,
+            targets,
+            list(views.values()),
+            self._spec.stack_signal,
+            command.limit_s,
+            lambda: self._on_collected(attempt, opened),
         )
 
     def _on_collected(self, attempt: int, incident: Incident) -> None:
         if incident.only_report:
-            self._finish_incident(incident, Action.REPORT)
+            world_size = self._membership.world_size if self._membership is not None else 0
+            self._tell_verdict(incident, self._desk.judge_own(incident, world_size, self._history))
         elif self._channel is not None:
             self._channel.tell_evidence(attempt, self._desk.packed_evidence(incident))
         self._feed(ev.EvidenceDone(attempt))
 
     def _judge_when_complete(self, now_s: float) -> None:
-        incident = self._desk.ready_to_judge(now_s)
-        if incident is not None and self._channel is not None and self._channel.is_leader:
-            self._finish_incident(incident, None)
-
-    def _finish_incident(self, incident: Incident, action: Action | None) -> None:
-        """Judge, decide, write, tell: by the leader, or by any node for a report of its own."""
+        if not self._desk.ready_to_judge(now_s) or self._channel is None or not self._channel.is_leader:
+            return
         world_size = self._membership.world_size if self._membership is not None else 0
-        judged = self._desk.judge(incident, world_size, self._history, action)
+        incident, judged = self._desk.judge_all(world_size, self._history)
         self._history = judged.history
+        self._tell_verdict(incident, judged)
+        self._channel.tell_decision(incident.attempt, self._pack_decision(judged.decision))
+
+    def _tell_verdict(self, incident: Incident, judged: Judged) -> None:
         self._record("incident", number=incident.number, verdict=judged.verdict)
         self._say(judged.text)
-        if action is None and self._channel is not None:
-            self._channel.tell_decision(incident.attempt, self._pack_decision(judged.decision))
 
     def _pack_decision(self, d: ev.Decision) -> dict[str, Any]:
         return {
@@ -633,7 +673,7 @@ class NodeAgent:
     def _spawn(self, command: ev.Spawn) -> None:
         assert self._membership is not None
         rank, local_rank, attempt = command.rank, command.local_rank, command.attempt
-        if attempt != self._attempt or rank in self._ranks and self._ranks[rank].attempt != attempt:
+        if attempt != self._attempt or (rank in self._ranks and self._ranks[rank].attempt != attempt):
             self._begin_attempt(attempt)
         setup = self._setup_for(rank, local_rank, attempt)
         host, port = self._master
@@ -737,12 +777,29 @@ class NodeAgent:
             except (OSError, ValueError):
                 continue  # not a torch script, or not written yet: the standby then only starts Python
         modules.extend(m for m in self._spec.preload if m not in modules)
-        pids = self._standbys.prepare(
-            range(self._spec.local_world_size), modules, preset, self._launcher.standby_spec
-        )
+        pids = self._standbys.prepare(range(self._spec.local_world_size), modules, preset, self._launcher.standby_spec)
         for pid in pids:
             self._watch_pid(pid)
         self._record("standby", event="started", pids=list(pids), preload=modules)
+
+    def _look_after_standbys(self) -> None:
+        if self._standbys is None:
+            return
+        for pid in self._standbys.poll():
+            self._watch_pid(pid)
+        for note in self._standbys.take_notes():
+            self._say(f"steadyrun: {note}")
+        ready = len(self._standbys.ready())
+        if ready != self._standbys_ready:
+            self._standbys_ready = ready
+            memory_bytes = self._standbys.memory_bytes()
+            self._record("standby", event="ready", ready=ready, memory_bytes=memory_bytes)
+            if ready == self._spec.local_world_size and not self._told_memory:
+                self._told_memory = True
+                self._say(
+                    f"steadyrun: {ready} warm standby(s) ready, {memory_bytes / 2**20:.0f} MiB "
+                    "(--ft-standby off saves that)"
+                )
 
     # -- board -------------------------------------------------------------------------------------------------------
     def _fresh_views(self) -> dict[int, SlotView | None]:
@@ -767,6 +824,8 @@ class NodeAgent:
             if view is not None and not process.attached:
                 process.attached = True
                 self._record("rank_attached", rank=process.rank, after_s=now_s - process.spawned_s)
+        states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
+        self._feed(ev.StatesRead(states))
         self._sampler.sample(now_s, {p.local_rank: (p.rank, self._views[p.rank]) for p in self._ranks.values()})
         self._feed(ev.BoardRead(self._views))
 
@@ -824,7 +883,7 @@ class NodeAgent:
         """A pre-emption warning: pass it on where it is expected, and let should_stop() agree; training goes on."""
         told: list[int] = []
         for process in self._ranks.values():
-            if process.exit is None and catches(process.pid, signum):
+            if process.exit is None and self._proc.catches(process.pid, signum):
                 self._processes.signal(process.pid, signum)
                 told.append(process.rank)
         skipped = [p.rank for p in self._ranks.values() if p.exit is None and p.rank not in told]
@@ -856,6 +915,7 @@ class NodeAgent:
         for pid in list(self._pidfds):
             self._unwatch_pid(pid)
         self._processes.sweep(self._attempt)
+        self._processes.close()
         if self._tailer is not None:
             self._tailer.close()
         done = self._outcome is not None and self._outcome.exit_class is ExitClass.OK

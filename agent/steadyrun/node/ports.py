@@ -94,6 +94,10 @@ class ProcessTable(Protocol):
         """End what finished attempts up to *attempt* left behind; bounded to about a second."""
         ...
 
+    def close(self) -> None:
+        """Let go of descriptors; children are not touched."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:

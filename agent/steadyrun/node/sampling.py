@@ -81,7 +81,9 @@ class Sampler:
                 "step": self._steps.get(rank),
                 "step_times_s": s.step_times_s[-KEEP:],
                 "steps": len(s.step_times_s),
-                "sections": {n: {"n": len(d), "max_s": max(d), "durations_s": d[-KEEP:]} for n, d in s.sections.items()},
+                "sections": {
+                    n: {"n": len(d), "max_s": max(d), "durations_s": d[-KEEP:]} for n, d in s.sections.items()
+                },
                 "lost": s.lost,
             }
             s.step_times_s, s.sections, s.lost = [], {}, 0

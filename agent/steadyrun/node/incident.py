@@ -1,0 +1,342 @@
+"""The incident desk: gathers evidence of this node, brings in that of others, judges, decides and writes it all down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from steadyrun.collectors.evidence import EvidenceCollector, Target
+from steadyrun.detect.report import render_html, render_incident
+
+from steadyrun.core.board import SlotView
+from steadyrun.core.classes import Action, FaultClass, Mode
+from steadyrun.core.clock import Clock
+from steadyrun.core.records import (
+    Evidence,
+    ExitRecord,
+    RankEvidence,
+    Suspicion,
+    Verdict,
+    rank_evidence_from_json,
+    to_json,
+)
+from steadyrun.core.runfolder import RunFolder
+from steadyrun.detect.policy import AttemptOutcome, History, Policy, PolicyLimits, outcome_of
+from steadyrun.detect.verdict import judge
+from steadyrun.node.machine.events import Decision
+
+__all__ = ["Incident", "IncidentDesk", "Judged"]
+
+MAX_STACK_FRAMES: Final = 60  # per thread, in what is sent to other nodes
+MAX_THREADS: Final = 8
+INF: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One fault being looked into.
+
+    Attributes:
+        delay_s: last sign of life (or exit) to detection.
+        past_limit_s: of it, what was beyond the limit; None where no limit was involved.
+        only_report: nobody is stopped for it.
+    """
+
+    number: int
+    attempt: int
+    folder: Path
+    trigger: str
+    reason: str
+    detected_at_unix_s: float
+    delay_s: float = 0.0
+    past_limit_s: float | None = None
+    only_report: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The result: what to write, what to do, what to tell."""
+
+    verdict: Verdict
+    decision: Decision
+    history: History
+    text: str
+
+
+@dataclass(slots=True)
+class _Reports:
+    """Evidence of all nodes for one attempt, as it comes in."""
+
+    incident: Incident
+    expected: int
+    due_s: float
+    payloads: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class IncidentDesk:
+    """Used from the loop's thread; collection runs in worker threads and reports through *post*."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        run_id: str,
+        node: str,
+        mode: Mode,
+        script: str,
+        clock: Clock,
+        post: Callable[[Callable[[], None]], None],
+        limits: PolicyLimits,
+    ) -> None:
+        self._folder, self._run_id, self._node, self._mode = folder, run_id, node, mode
+        self._script, self._clock, self._post = script, clock, post
+        self._policy = Policy(limits)
+        self._collector = EvidenceCollector(node)
+        self._reports: _Reports | None = None
+        self._own: dict[int, tuple[RankEvidence, ...]] = {}
+        self._progress: dict[str, Any] = {}
+        self._highest = 0
+
+    # -- numbering ---------------------------------------------------------------------------------------------------
+    def next_number(self) -> int:
+        """The first number above every incident known here."""
+        numbers = [int(p.name) for p in self._folder.incidents_dir.glob("[0-9]*") if p.name.isdigit()]
+        return max([self._highest, *numbers], default=0) + 1
+
+    def open(self, number: int, attempt: int, payload: Mapping[str, Any]) -> Incident:
+        """An incident with the number that its finder gave it."""
+        self._highest = max(self._highest, number)
+        folder = self._folder.incident(number)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            pass  # a full disk: the collector then reports what it could not write
+        past = payload.get("past_limit_s")
+        return Incident(
+            number=number,
+            attempt=attempt,
+            folder=folder,
+            trigger=str(payload.get("trigger", "exit")),
+            reason=str(payload.get("reason", "")),
+            detected_at_unix_s=float(payload.get("detected_at_unix_s", self._clock.unix_s())),
+            delay_s=float(payload.get("delay_s", 0.0)),
+            past_limit_s=None if past is None else float(past),
+        )
+
+    def begin_attempt(self) -> None:
+        self._collector.begin_attempt()
+        self._reports = None
+
+    # -- collecting --------------------------------------------------------------------------------------------------
+    def collect(
+        self,
+        incident: Incident,
+        targets: Sequence[Target],
+        views: Sequence[SlotView | None],
+        stack_signal: int,
+        limit_s: float,
+        done: Callable[[], None],
+    ) -> None:
+        """Start the collection; *done* runs in the loop once it is on disk, after *limit_s* at the latest."""
+        steps = [v.step for v in views if v is not None and v.step is not None]
+        self._progress = {
+            "highest_step": max(steps, default=None),
+            "step_is_global": any(v.step_is_global for v in views if v is not None),
+            "checkpoints_done": max((v.checkpoints_done for v in views if v is not None), default=0),
+        }
+
+        def finished(evidence: tuple[RankEvidence, ...]) -> None:
+            def take() -> None:
+                self._own[incident.number] = evidence
+                done()
+
+            self._post(take)
+
+        self._collector.start(targets, incident.folder, stack_signal, limit_s, finished)
+
+    def packed_evidence(self, incident: Incident) -> dict[str, Any]:
+        """This node's evidence for the leader; long stacks are cut, the files keep everything."""
+        ranks = [to_json(_shortened(r)) for r in self._own.get(incident.number, ())]
+        offset_s = self._clock.unix_s() - self._clock.now_s()
+        return {"node": self._node, "unix_minus_mono_s": offset_s, "ranks": ranks, "progress": self._progress}
+
+    # -- bringing together (leader) ----------------------------------------------------------------------------------
+    def expect(self, incident: Incident, nodes: int, due_s: float) -> None:
+        self._reports = _Reports(incident, nodes, due_s)
+
+    def add_evidence(self, attempt: int, group_rank: int, payload: Mapping[str, Any]) -> None:
+        if self._reports is not None and self._reports.incident.attempt == attempt:
+            self._reports.payloads[group_rank] = payload
+
+    def next_deadline_s(self) -> float:
+        return self._reports.due_s if self._reports is not None else INF
+
+    def ready_to_judge(self, now_s: float) -> bool:
+        """Every node has reported, or the time for it is over."""
+        r = self._reports
+        return r is not None and (len(r.payloads) >= r.expected or now_s >= r.due_s)
+
+    # -- judging -----------------------------------------------------------------------------------------------------
+    def judge_all(self, world_size: int, history: History) -> tuple[Incident, Judged]:
+        """Judge and decide over the evidence of all nodes, write the incident; by the leader, once."""
+        reports = self._reports
+        assert reports is not None
+        self._reports = None
+        missing = [f"node {g} sent no evidence" for g in range(reports.expected) if g not in reports.payloads]
+        ranks: list[RankEvidence] = []
+        offsets: dict[str, float] = {}
+        progress: list[Mapping[str, Any]] = []
+        for group_rank, payload in sorted(reports.payloads.items()):
+            try:
+                ranks += [rank_evidence_from_json(r) for r in payload["ranks"]]
+                offsets[str(payload["node"])] = float(payload["unix_minus_mono_s"])
+                progress.append(payload["progress"])
+            except (KeyError, TypeError, ValueError) as e:
+                missing.append(f"evidence of node {group_rank} cannot be read: {e}")
+        trigger = reports.incident.trigger
+        if trigger == "exit" and any(r not in reports.payloads for r in range(reports.expected)) and not _deaths(ranks):
+            trigger = "node_lost"
+        incident = replace(reports.incident, trigger=trigger)
+        return incident, self._judge(incident, ranks, offsets, progress, missing, world_size, history, None)
+
+    def judge_own(self, incident: Incident, world_size: int, history: History) -> Judged:
+        """Judge this node's evidence alone, for a report; nothing follows from it."""
+        ranks = self._own.get(incident.number, ())
+        return self._judge(incident, ranks, {}, [self._progress], [], world_size, history, Action.REPORT)
+
+    def _judge(
+        self,
+        incident: Incident,
+        ranks: Sequence[RankEvidence],
+        offsets: Mapping[str, float],
+        progress: Sequence[Mapping[str, Any]],
+        missing: Sequence[str],
+        world_size: int,
+        history: History,
+        action: Action | None,
+    ) -> Judged:
+        evidence = Evidence(
+            run_id=self._run_id,
+            attempt=incident.attempt,
+            world_size=world_size,
+            trigger=incident.trigger,
+            now_s=self._clock.now_s(),
+            ranks=tuple(sorted(ranks, key=lambda r: r.rank)),
+            script=self._script,
+            missing=tuple(missing),
+        )
+        offset_s = self._clock.unix_s() - self._clock.now_s()
+        judgement = judge(evidence, wall_minus_mono_s=offset_s, offsets=offsets)
+        steps = [p["highest_step"] for p in progress if p.get("highest_step") is not None]
+        outcome = outcome_of(
+            evidence,
+            judgement.findings,
+            highest_step=max(steps, default=None),
+            step_is_global=any(p.get("step_is_global") for p in progress),
+            checkpoints_done=max((int(p.get("checkpoints_done", 0)) for p in progress), default=0),
+        )
+        after = history.with_outcome(outcome)
+        ruling = self._policy.decide(judgement.findings, after, self._mode, incident.trigger)
+        if action is Action.REPORT:
+            after = history
+        elif ruling.action is Action.REPORT and incident.trigger == "exit":
+            # a rank has ended, so that "only report" cannot mean to go on
+            ruling = replace(ruling, action=Action.STOP)
+        chosen = Action.REPORT if action is Action.REPORT else ruling.action
+        details: dict[str, Any] = {"trigger": incident.trigger, "found_by": incident.reason}
+        if incident.past_limit_s is not None:
+            details["past_limit_s"] = round(incident.past_limit_s, 4)
+        verdict = judgement.verdict(
+            evidence,
+            incident=incident.number,
+            mode=self._mode,
+            action=chosen,
+            reason=ruling.reason,
+            detected_at_unix_s=incident.detected_at_unix_s,
+            detection_delay_s=round(incident.delay_s, 4),
+            details=details,
+        )
+        decision = Decision(
+            attempt=incident.attempt,
+            action=chosen,
+            next_attempt=incident.attempt + 1,
+            reason=ruling.reason,
+            delay_s=ruling.delay_s,
+            exit_class=ruling.exit_class,
+            root_cause=next((r for f in judgement.findings for r in f.ranks), None),
+        )
+        text = render_incident(verdict, evidence)
+        self._write(incident, verdict, evidence)
+        return Judged(verdict, decision, after, text)
+
+    def _write(self, incident: Incident, verdict: Verdict, evidence: Evidence) -> None:
+        """verdict.json last: who finds it finds a complete incident."""
+        try:
+            _replace(incident.folder / "evidence.json", json.dumps(to_json(evidence), indent=1))
+            _replace(incident.folder / "report.html", render_html(verdict, evidence))
+            _replace(incident.folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
+        except OSError:
+            pass  # the journal and the console have it; a full disk must not end the job
+
+    # -- history -----------------------------------------------------------------------------------------------------
+    @staticmethod
+    def pack_history(history: History) -> list[Any]:
+        """As JSON, for the next leader."""
+        return [to_json(a) for a in history.attempts]
+
+    @staticmethod
+    def unpack_history(data: Any, default: History) -> History:
+        """The inverse; *default* where *data* is none."""
+        try:
+            attempts = tuple(
+                AttemptOutcome(
+                    attempt=int(a["attempt"]),
+                    highest_step=a["highest_step"],
+                    step_is_global=bool(a["step_is_global"]),
+                    checkpoints_done=int(a["checkpoints_done"]),
+                    tracebacks=tuple((str(h), s) for h, s in a["tracebacks"]),
+                    cls=FaultClass(a["cls"]) if a["cls"] is not None else None,
+                )
+                for a in data
+            )
+        except (KeyError, TypeError, ValueError):
+            return default
+        return History(attempts)
+
+    def close(self) -> None:
+        self._collector.close()
+
+
+def target_of(
+    rank: int,
+    local_rank: int,
+    pid: int,
+    attempt: int,
+    view: SlotView | None,
+    exit_record: ExitRecord | None,
+    rank_dir: Path,
+    logs: Sequence[Path],
+    suspicion: Suspicion | None,
+) -> Target:
+    """What the collector needs to know about one rank."""
+    return Target(rank, local_rank, pid, attempt, view, exit_record, rank_dir, tuple(logs), suspicion)
+
+
+def _deaths(ranks: Sequence[RankEvidence]) -> bool:
+    return any(r.exit is not None and not r.exit.by_us and (r.exit.code != 0) for r in ranks)
+
+
+def _shortened(r: RankEvidence) -> RankEvidence:
+    stacks = tuple(
+        replace(s, frames=s.frames[:MAX_STACK_FRAMES])
+        for s in sorted(r.stacks, key=lambda s: not s.is_main)[:MAX_THREADS]
+    )
+    return replace(r, stacks=stacks)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
