@@ -1,7 +1,7 @@
 """The guardian: a small process that outlives a killed agent just long enough to leave nothing behind.
 
-Ranks die with the agent by PR_SET_PDEATHSIG, but what they started (data loaders, helpers in sessions of their own, files
-in /dev/shm) does not. The guardian waits on a pipe whose other end only the agent holds. A ``bye`` means a normal end;
+Ranks die with the agent by PR_SET_PDEATHSIG, but what they started (data loaders, helpers in sessions of their own,
+files in /dev/shm) does not. The guardian waits on a pipe whose other end only the agent holds. A ``bye`` means a normal end;
 end-of-file without it means that the agent is gone, and the guardian ends every process that carries the run's marker.
 
 Run as ``python -m steadyrun.node.guardian FD MARKER RUN_FOLDER NODE``.
@@ -9,6 +9,7 @@ Run as ``python -m steadyrun.node.guardian FD MARKER RUN_FOLDER NODE``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,10 +51,8 @@ class Guardian:
 
     def dismiss(self) -> None:
         """The agent leaves by itself: the guardian has nothing to do."""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guardian; nothing depends on it now
             os.write(self._fd, b"bye")
-        except BrokenPipeError:
-            pass  # somebody killed the guardian; nothing depends on it now
         os.close(self._fd)
         try:
             self._process.wait(timeout=5)

@@ -1,7 +1,8 @@
-"""The incident desk: gathers evidence of this node, brings in that of others, judges, decides and writes it all down."""
+"""The incident desk: gathers this node's evidence, brings in that of others, judges, decides and writes it down."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,10 +110,8 @@ class IncidentDesk:
         """An incident with the number that its finder gave it."""
         self._highest = max(self._highest, number)
         folder = self._folder.incident(number)
-        try:
+        with contextlib.suppress(OSError):  # a full disk: the collector then reports what it could not write
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            pass  # a full disk: the collector then reports what it could not write
         past = payload.get("past_limit_s")
         return Incident(
             number=number,

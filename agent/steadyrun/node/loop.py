@@ -1,8 +1,8 @@
-"""The node's loop: turns exits, signals, timers, board and store into events for the machine, and carries out its commands.
+"""The node's loop: makes events of exits, signals, timers, board and store, and carries out the machine's commands.
 
 One thread waits in one selector. What may block (rendezvous, evidence, probes) runs in short-lived worker threads that
-hand their result over through a queue and a wake-up descriptor. Judgement is elsewhere: the machine says when to act, the
-incident desk what the evidence means, the policy what follows.
+hand their result over through a queue and a wake-up descriptor. Judgement is elsewhere: the machine says when to act,
+the incident desk what the evidence means, the policy what follows.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RankLauncher(Protocol):
         master_port: int,
         setup: Mapping[str, Any],
     ) -> SpawnSpec:
-        """One rank. *setup* is what the in-rank side is told (STEADYRUN_SETUP); ignored where ranks are not observed."""
+        """One rank. *setup* is what the in-rank side is told (STEADYRUN_SETUP); ignored for unobserved ranks."""
         ...
 
     def standby_spec(self, local_rank: int, standby: Mapping[str, Any]) -> SpawnSpec:
@@ -194,11 +194,9 @@ class _Mailbox:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         out: list[Callable[[], None]] = []
-        while True:
-            try:
-                out.append(self._queue.get_nowait())
-            except queue.Empty:
-                return out
+        while not self._queue.empty():
+            out.append(self._queue.get_nowait())  # only this thread takes, so it cannot be empty meanwhile
+        return out
 
     def close(self) -> None:
         os.close(self._fd)
