@@ -222,6 +222,7 @@ class TorchRankLauncher:
 
     Args:
         wrap: prefixes a command line for a local rank (``--numa-binding``).
+        on_destinations: told where the streams of a new attempt go, before its first rank starts.
         logs: torch's LogsSpecs. Its ``reify`` is called once per attempt, because the shipped one empties the attempt's
             folder each time; attempts are numbered through the job, so no folder is ever used twice.
     """
@@ -233,7 +234,7 @@ class TorchRankLauncher:
         logs: LogsSpecs,
         rules: LogRules,
         wrap: Callable[[tuple[str, ...], int], tuple[str, ...]],
-        on_destinations: Callable[[int, Mapping[int, tuple[Destination, Destination]], LogsDest], None],
+        on_destinations: Callable[[Mapping[int, tuple[Destination, Destination]], LogsDest], None],
     ) -> None:
         self._facts = facts
         self._command = command
@@ -243,6 +244,7 @@ class TorchRankLauncher:
         self._on_destinations = on_destinations
         self._roles: Mapping[int, RoleRank] = {}
         self._planned: int | None = None
+        self._ranks: tuple[int, ...] = ()
         self._envs: dict[int, dict[str, str]] = {}
         self._destinations: dict[int, tuple[Destination, Destination]] = {}
         self._error_files: dict[tuple[int, int], str] = {}
@@ -307,6 +309,11 @@ class TorchRankLauncher:
         """By local rank: where stdout and stderr of the attempt go; empty for an attempt not planned yet."""
         return dict(self._destinations) if attempt == self._planned else {}
 
+    def stderr_files(self) -> dict[int, Path]:
+        """By global rank, the files that stderr of the newest attempt went to."""
+        files = {rank: self._destinations[local_rank][1].path for local_rank, rank in enumerate(self._ranks)}
+        return {rank: path for rank, path in files.items() if path is not None}
+
     def console_names(self, attempt: int) -> Mapping[int, tuple[Path | None, Path | None]]:
         return {
             local_rank: (out.path if out.follow else None, err.path if err.follow else None)
@@ -324,6 +331,7 @@ class TorchRankLauncher:
         }
         dest = self._logs.reify(envs)
         self._envs = envs
+        self._ranks = membership.ranks
         self._destinations = {}
         for local_rank, rank in enumerate(membership.ranks):
             rank_dir = attempt_dir / f"rank_{rank}"
@@ -336,7 +344,7 @@ class TorchRankLauncher:
             )
             self._error_files[attempt, local_rank] = dest.error_files.get(local_rank, "")
         self._planned = attempt
-        self._on_destinations(attempt, self._destinations, dest)
+        self._on_destinations(self._destinations, dest)
 
     def _prefix(self, rank: int, local_rank: int) -> str:
         role = self._facts.role
