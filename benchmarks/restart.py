@@ -1,7 +1,7 @@
 """From a fault to the first new step of all ranks: steadyrun, torchrun, and NVRx's ft_launcher where it is installed.
 
 Each try starts a job of two ranks, lets it train, kills a rank (SIGKILL) or hangs it (it sleeps in a step), and waits
-until both ranks have done a step in new processes. The launchers take turns in every round, so that ratios compare tries
+until both ranks have done a step in new processes. The launchers take turns in every round: ratios compare tries
 made within a minute or two of each other.
 
 A hang is found by the launcher's own watchdog where it has one, and by a process-group timeout of the same length where

@@ -1,0 +1,136 @@
+"""The rank of inrank.py: does what it is told through a FIFO and writes the durations down.
+
+Commands, one a line: ``measure N GAP_S`` times each operation N times, GAP_S apart (0: one after the other); ``calls
+N`` does each operation N times between two marks that strace can see; ``end``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+EVENTS = os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+SIDE = os.environ["BENCH_SIDE"]
+Operation = Callable[[], object]
+
+
+def tell(kind: str, **more: object) -> None:
+    os.write(EVENTS, (json.dumps({"kind": kind, "at_s": time.monotonic(), "pid": os.getpid(), **more}) + "\n").encode())
+
+
+def floor_operations() -> dict[str, Operation]:
+    """What any way of reporting through shared memory costs at least."""
+    page, record, count = mmap.mmap(-1, 4096), struct.Struct("<QQ"), 0
+
+    def pack() -> None:
+        nonlocal count
+        count += 1
+        record.pack_into(page, 0, time.monotonic_ns(), count)
+
+    return {"nothing (the timer)": lambda: None, "bare pack_into": pack}
+
+
+def steadyrun_operations() -> dict[str, Operation]:
+    import torch
+
+    from steadyrun import watch
+
+    def section() -> None:
+        with watch.section("bench"):
+            pass
+
+    found: dict[str, Operation] = {"empty section": section, "beat": watch.beat, "should_stop": watch.should_stop}
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    parameter.grad = torch.zeros(1)
+    optimizer.step()
+    hooks = list(torch.optim.optimizer._global_optimizer_post_hooks.values())
+    if hooks:
+        found["step hook"] = lambda: [hook(optimizer, (), {}) for hook in hooks]
+    return found
+
+
+def nvrx_operations() -> dict[str, Operation]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    client: Any = importlib.import_module("nvidia_resiliency_ext.fault_tolerance").RankMonitorClient()
+    client.init_workload_monitoring()
+
+    def section() -> None:
+        client.start_section("bench")
+        client.end_section("bench")
+
+    return {"empty section": section, "beat": client.send_heartbeat}
+
+
+def durations_ns(operation: Operation, n: int, gap_s: float) -> list[int]:
+    clock = time.perf_counter_ns
+    out = [0] * n
+    for i in range(n):
+        if gap_s:
+            time.sleep(gap_s)
+        before = clock()
+        operation()
+        out[i] = clock() - before
+    return out
+
+
+def quantiles(values: list[int]) -> dict[str, int]:
+    ordered = sorted(values)
+    return {f"p{q}": ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 99)} | {"max": ordered[-1]}
+
+
+def counted(operation: Operation, n: int) -> dict[str, int]:
+    """What /proc counts for this process: a poor man's strace, which sees reads, writes and sleeps only."""
+
+    def numbers() -> dict[str, int]:
+        found = {}
+        for file in ("/proc/self/io", "/proc/self/status"):
+            with contextlib.suppress(OSError), open(file) as f:
+                pairs = [line.split(":") for line in f if line.startswith(("syscr", "syscw", "voluntary"))]
+                found.update({k: int(v) for k, v in pairs})
+        return found
+
+    before = numbers()
+    for _ in range(n):
+        operation()
+    after = numbers()
+    return {k: after[k] - before[k] for k in after}
+
+
+def main() -> None:
+    operations = floor_operations()
+    if SIDE != "none":
+        operations |= nvrx_operations() if SIDE == "nvrx" else steadyrun_operations()
+    for operation in operations.values():
+        durations_ns(operation, 2000, 0.0)  # warm
+    tell("ready", operations=list(operations))
+    with open(os.environ["BENCH_COMMANDS"]) as commands, open(os.devnull, "wb", buffering=0) as marks:
+        for line in commands:
+            command, *numbers = line.split()
+            if command == "end":
+                break
+            n = int(numbers[0])
+            for name, operation in operations.items():
+                if command == "measure":
+                    gap_s = float(numbers[1])
+                    tell("measured", operation=name, gap_s=gap_s, **quantiles(durations_ns(operation, n, gap_s)))
+                else:
+                    found = counted(operation, n)
+                    marks.write(f"BEGIN {name}\n".encode())
+                    for _ in range(n):
+                        operation()
+                    marks.write(f"END {name}\n".encode())
+                    tell("counted", operation=name, n=n, **found)
+            tell("answered")
+
+
+main()
