@@ -271,10 +271,10 @@ def test_dataloader_stops_the_real_workers_and_the_next_batch_never_comes(
         states = lambda: [Path(f"/proc/{w}/stat").read_text().rpartition(")")[2].split()[0] for w in workers]  # noqa: E731
         wait_until(lambda: states() == ["T", "T"], 10, "the workers are not stopped")
         assert process.stdout is not None
-        steps = 0
-        while steps < 40 and select.select([process.stdout], [], [], 1.5)[0]:
-            process.stdout.readline()
-            steps += 1
+        out = b""
+        while select.select([process.stdout], [], [], 1.5)[0] and out.count(b"\n") < 40:
+            out += os.read(process.stdout.fileno(), 4096)
+        steps = out.count(b"\n")
         assert 2 <= steps < 40  # what was prefetched, then nothing
         assert process.poll() is None
     finally:
