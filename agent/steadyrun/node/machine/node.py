@@ -116,9 +116,6 @@ IGNORED: Final[Mapping[tuple[NodePhase, type], str]] = {
     (P.STOPPING, ProbesDone): "the stop came first",
     (P.COOLING, ProbesDone): "the stop came first",
     (P.DRAINING, ProbesDone): "the stop came first",
-    (P.GATHERING, PeerStop): "this node is ending the attempt already",
-    (P.STOPPING, PeerStop): "this node is ending the attempt already",
-    (P.DRAINING, PeerStop): "this node is leaving",
     (P.GATHERING, NodesWaiting): "the attempt is ending; they join with the next one",
     (P.STOPPING, NodesWaiting): "the attempt is ending; they join with the next one",
     (P.COOLING, NodesWaiting): "asked again once the ranks run",
@@ -205,6 +202,7 @@ class _Attempt:
     looks: dict[tuple[int, str, str | None], int] = field(default_factory=dict)
     reported: dict[int, tuple[object, ...]] = field(default_factory=dict)
     cause: _Cause | None = None
+    agreed: str | None = None  # trigger of the stop that won over all nodes
     announced_until_s: float = inf
     gathers: int = 0
     evidence_taken: bool = False
@@ -399,6 +397,7 @@ class NodeMachine:
             out.append(Spawn(slot.rank, slot.local_rank, attempt))
         early, self._early_stop = self._early_stop, None
         if early is not None and early.attempt == attempt:
+            a.agreed = early.trigger
             self._end_attempt(_Cause(early.trigger, early.reason), now_s, out)
 
     def _on_spawned(self, rank: RankMachine, pid: int, now_s: float) -> None:
@@ -633,11 +632,13 @@ class NodeMachine:
         out.append(PublishStop(a.number, cause.reason, cause.trigger, now_s if since_s is None else since_s, due_s))
 
     def _on_peer_stop(self, event: PeerStop, now_s: float, out: list[Command]) -> None:
-        if self._is_ignored(event) or event.attempt < self._now.number:
+        if event.attempt < self._now.number:
             return
         if event.attempt > self._now.number or self.phase is P.JOINING:
             self._early_stop = event  # another node was faster; it counts once this one has begun
             return
+        if self._now.agreed is None:
+            self._now.agreed = event.trigger
         if self.phase in LIVE:
             self._end_attempt(_Cause(event.trigger, event.reason), now_s, out)
 
@@ -751,6 +752,10 @@ class NodeMachine:
                 pass  # the evidence, or the sweep, is completed first; both are short
             case P.STOPPING:
                 self._move(P.DRAINING, now_s)
+                a.stopping_since_s, a.grace_s = now_s, self.limits.final_grace_s  # a save may now take the long grace
+                for rank in a.ranks.values():
+                    if rank.phase is RankPhase.TERMINATING:
+                        rank.postpone(max(rank.deadline_s, now_s + a.grace_s))
             case P.DRAINING:
                 pass
             case P.LEFT | P.EXCLUDED:
@@ -776,6 +781,8 @@ class NodeMachine:
         out.append(DropStandbys())
         if not broken:
             out.append(AskToStop())
+            if not polite:
+                self._tell_others_of_leaving(now_s, out)
         for rank in a.ranks.values():
             if not rank.is_alive:
                 continue
@@ -867,6 +874,7 @@ class NodeMachine:
             self._evidence_is_in(now_s, out)
         if a.asked_until_s <= now_s and self.phase is P.DRAINING:
             a.asked_until_s = inf
+            self._tell_others_of_leaving(now_s, out)
             for rank in a.ranks.values():
                 if rank.phase is RankPhase.TERMINATING and not a.watches[rank.rank].is_in(CHECKPOINTING):
                     self._terminate(rank, now_s, out)
@@ -963,7 +971,7 @@ class NodeMachine:
             a.decide_until_s = inf
             if now_s >= a.arrive_until_s:
                 self._go_on_without("not all nodes ended their ranks", now_s, out)
-        elif d.rejoin or d.excluded_nodes:
+        elif d.rejoin or d.excluded_nodes or a.agreed == "preempted":
             self._rejoin(now_s, out)
         elif a.store_until_s == inf:
             a.decide_until_s = a.arrive_until_s = inf
@@ -993,16 +1001,26 @@ class NodeMachine:
         if self._is_blocked():
             self._leave(ExitClass.NODE_FAULT, "a process survived SIGKILL: this machine needs a reboot", now_s, out)
             return
-        exit_class, reason = self._stopped_because()
         if self._lost is None and self.group_world_size > 1:
-            if all(r.ended_well for r in a.ranks.values()) and a.cause is None:
-                if not a.finished_told:
-                    out.append(Finish(a.number))
-            elif a.cause is None:
-                out.append(
-                    PublishStop(a.number, f"node {self.group_rank} was {reason}", "preempted", a.stopping_since_s)
-                )
-        self._leave(exit_class, reason, now_s, out)
+            if not a.finished_told and a.cause is None and all(r.ended_well for r in a.ranks.values()):
+                out.append(Finish(a.number))
+            elif a.agreed == "preempted":
+                out.append(Arrive(a.number))  # the others go on without this node
+            # Else they believe that it takes part in the next attempt: without its arrival they join anew.
+        self._leave(*self._stopped_because(), now_s, out)
+
+    def _tell_others_of_leaving(self, now_s: float, out: list[Command]) -> None:
+        """Before this node's ranks go, so that what follows on other nodes is not taken for a fault of theirs."""
+        a = self._now
+        if (
+            self.group_world_size > 1
+            and self._lost is None
+            and a.cause is None
+            and any(r.is_alive for r in a.ranks.values())
+        ):
+            reason = f"node {self.group_rank} was {self._stopped_because()[1]}"
+            a.cause = _Cause("preempted", reason)
+            out.append(PublishStop(a.number, reason, "preempted", now_s))
 
     def _leave(self, exit_class: ExitClass, reason: str, now_s: float, out: list[Command]) -> None:
         self._move(P.LEFT, now_s)

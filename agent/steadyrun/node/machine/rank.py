@@ -15,11 +15,9 @@ STORY_LENGTH: Final = 200
 
 ALLOWED: Final[Mapping[RankPhase, frozenset[RankPhase]]] = {
     RankPhase.STANDBY: frozenset({RankPhase.STARTING}),
-    RankPhase.STARTING: frozenset(
-        {RankPhase.RUNNING, RankPhase.DUMPING, RankPhase.TERMINATING, RankPhase.KILLING, RankPhase.EXITED}
-    ),
-    RankPhase.RUNNING: frozenset({RankPhase.DUMPING, RankPhase.TERMINATING, RankPhase.KILLING, RankPhase.EXITED}),
-    RankPhase.DUMPING: frozenset({RankPhase.TERMINATING, RankPhase.KILLING, RankPhase.EXITED}),
+    RankPhase.STARTING: frozenset({RankPhase.RUNNING, RankPhase.DUMPING, RankPhase.TERMINATING, RankPhase.EXITED}),
+    RankPhase.RUNNING: frozenset({RankPhase.DUMPING, RankPhase.TERMINATING, RankPhase.EXITED}),
+    RankPhase.DUMPING: frozenset({RankPhase.TERMINATING, RankPhase.EXITED}),
     RankPhase.TERMINATING: frozenset({RankPhase.KILLING, RankPhase.EXITED}),
     RankPhase.KILLING: frozenset({RankPhase.STUCK, RankPhase.EXITED}),
     # A process in state D may still go once its device or file server answers.
