@@ -162,9 +162,9 @@ def activity_of(frames: Sequence[Frame], script: str = "") -> Activity:
     """What the thread does, from its stack alone. Compilation counts wherever in the stack it is."""
     if not frames:
         return Activity(Doing.UNKNOWN)
-    for frame in frames:
-        if _is_compiling(frame):
-            return Activity(Doing.COMPILING, "compile", frame)
+    compiling = _compiling_frame(frames, script)
+    if compiling is not None:
+        return Activity(Doing.COMPILING, "compile", compiling)
     best: Activity | None = None
     for frame in frames:
         if is_user_frame(frame, script):
@@ -199,6 +199,19 @@ def _doing(frame: Frame) -> Doing | None:
 def _op(frame: Frame) -> str:
     name = frame.function.rpartition(".")[2]
     return {"_engine_run_backward": "backward"}.get(name, name)
+
+
+def _compiling_frame(frames: Sequence[Frame], script: str) -> Frame | None:
+    """A frame of the compiler at work. Its modules being imported (an optimizer's first step does that) is not work."""
+    found: Frame | None = None
+    for frame in frames:
+        if frame.file.startswith("<frozen importlib"):
+            found = None
+        elif is_user_frame(frame, script) and found is not None:
+            break
+        elif found is None and _is_compiling(frame):
+            found = frame
+    return found
 
 
 def _is_compiling(frame: Frame) -> bool:

@@ -13,7 +13,7 @@ from steadyrun.core.records import Evidence, Finding, RankEvidence, Verdict
 from steadyrun.detect.exits import describe_exit
 from steadyrun.detect.grouping import group_ranks, name_ranks, place_of, places_sentence
 
-__all__ = ["render_incident", "render_page"]
+__all__ = ["render_html", "render_incident"]
 
 BLOCK_LINES: Final = 20
 _LOG_LINES: Final = 8
@@ -98,7 +98,7 @@ details{margin:.4rem 0}summary{cursor:pointer}li{margin:.3rem 0}
 """
 
 
-def render_page(verdict: Verdict, evidence: Evidence) -> str:
+def render_html(verdict: Verdict, evidence: Evidence) -> str:
     """report.html: self-contained, no script; every text from a rank is escaped."""
     main = verdict.findings[0] if verdict.findings else None
     title = f"Incident {verdict.incident}: {main.cls.value if main else 'unknown'}"

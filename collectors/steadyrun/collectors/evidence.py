@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from steadyrun.collectors.logs import tail_of_files
 from steadyrun.collectors.oom import OomWatch
 from steadyrun.collectors.process import ProcessReader
-from steadyrun.collectors.stacks import StackDump, StackRequest, last_dump, py_spy_stacks
+from steadyrun.collectors.stacks import StackDump, StackRequest, find_py_spy, last_dump, py_spy_stacks
 from steadyrun.core.board import SlotView
 from steadyrun.core.records import (
     ExceptionRecord,
@@ -32,7 +32,7 @@ from steadyrun.core.records import (
     to_json,
 )
 
-__all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "RankTarget", "render_stacks"]
+__all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "Target", "render_stacks"]
 
 SOCKET_LIMIT_S: Final = 0.3
 STACKS_LIMIT_S: Final = 2.0
@@ -44,23 +44,24 @@ _EXCEPTION_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class RankTarget:
+class Target:
     """One rank to ask.
 
     Attributes:
         rank_dir: its folder of this attempt (stacks.txt, evidence.sock, exception.json).
         view: its slot of the board, of this incarnation; None when it never attached.
         exit: how it ended, None while it lives.
-        log_files: standard output first, standard error last.
+        log_files: of its standard output and error, in any order.
         stack_unchanged, cpu_share: from a probe that came before.
     """
 
     rank: int
     local_rank: int
     pid: int
+    attempt: int
+    view: SlotView | None
+    exit: ExitRecord | None
     rank_dir: Path
-    view: SlotView | None = None
-    exit: ExitRecord | None = None
     log_files: tuple[Path, ...] = ()
     suspicion: Suspicion | None = None
     stack_unchanged: bool | None = None
@@ -84,7 +85,7 @@ class EvidenceSource(Protocol):
         """Longest time for one rank."""
         ...
 
-    def collect(self, target: RankTarget, folder: Path, deadline_s: float) -> Contribution:
+    def collect(self, target: Target, folder: Path, deadline_s: float) -> Contribution:
         """Write what there is into *folder*; return by *deadline_s* (CLOCK_MONOTONIC). Called from several threads."""
         ...
 
@@ -92,7 +93,7 @@ class EvidenceSource(Protocol):
 class _Draft:
     """What is known of one rank so far. Fields are replaced, never changed, so that another thread may take a copy."""
 
-    def __init__(self, target: RankTarget, node: str, attempt: int, folder: Path) -> None:
+    def __init__(self, target: Target, node: str, folder: Path) -> None:
         view = target.view
         self._folder = folder
         self.target = target
@@ -101,7 +102,7 @@ class _Draft:
             local_rank=target.local_rank,
             node=node,
             pid=target.pid,
-            attempt=attempt,
+            attempt=target.attempt,
             step=view.step if view is not None else None,
             step_at_s=view.step_at_s if view is not None else None,
             attached=view is not None and view.attached_s is not None,
@@ -141,51 +142,64 @@ class _Draft:
 
 @dataclass(slots=True)
 class EvidenceCollector:
-    """Collects for one node; one collection at a time, any number one after another.
+    """Collects for one node.
 
     Attributes:
-        stack_signal: the signal that makes a rank's faulthandler write its stacks.
-        oom: counters since the attempt's start; None: SIGKILLs stay unexplained.
+        oom: out-of-memory counters, taken anew by ``begin_attempt``.
         py_spy: the program, or None where it is not installed.
         sources: further sources, in this order.
     """
 
     node: str
-    stack_signal: int
-    oom: OomWatch | None = None
-    py_spy: str | None = None
+    oom: OomWatch = field(default_factory=OomWatch)
+    py_spy: str | None = field(default_factory=find_py_spy)
     process: ProcessReader = field(default_factory=ProcessReader)
     sources: tuple[EvidenceSource, ...] = ()
 
+    def begin_attempt(self) -> None:
+        """What the counters say now is not this attempt's."""
+        self.oom.rebase()
+
+    def observe(self, pids: Sequence[int]) -> None:
+        """Remember what is gone with a process: its memory group. Cheap; once after the start."""
+        self.oom.observe(pids)
+
+    def close(self) -> None:
+        self.oom.close()
+
     def start(
         self,
-        targets: Sequence[RankTarget],
+        targets: Sequence[Target],
         folder: Path,
-        attempt: int,
+        stack_signal: int,
         limit_s: float,
         done: Callable[[tuple[RankEvidence, ...]], None],
         exit_of: Callable[[int], ExitRecord | None] | None = None,
     ) -> None:
-        """Collect in a thread and call *done* from it, within *limit_s* and in any case."""
-        args = (tuple(targets), folder, attempt, limit_s, exit_of)
-        threading.Thread(target=lambda: done(self.collect(*args)), name="steadyrun-evidence", daemon=True).start()
+        """Collect in a thread and call *done* from it, after about *limit_s* at the latest and in any case."""
+        threading.Thread(
+            target=lambda: done(self.collect(tuple(targets), folder, stack_signal, limit_s, exit_of)),
+            name="steadyrun-evidence",
+            daemon=True,
+        ).start()
 
     def collect(
         self,
-        targets: Sequence[RankTarget],
+        targets: Sequence[Target],
         folder: Path,
-        attempt: int,
+        stack_signal: int,
         limit_s: float,
         exit_of: Callable[[int], ExitRecord | None] | None = None,
     ) -> tuple[RankEvidence, ...]:
         """The evidence of all *targets*, in their order; waits at most about *limit_s*, raises nothing.
 
         Args:
-            exit_of: asked at the end for ranks that lived at the start: a rank that died of the incident itself has its
-                exception and last words by then.
+            stack_signal: makes a rank's faulthandler write its stacks.
+            exit_of: asked at the end for ranks that lived at the start: one that died of the incident itself has left
+                its exception and last words by then.
         """
         deadline_s = time.monotonic() + limit_s
-        drafts = [_Draft(t, self.node, attempt, folder) for t in targets]
+        drafts = [_Draft(t, self.node, folder) for t in targets]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as e:
@@ -193,7 +207,10 @@ class EvidenceCollector:
                 draft.lacks(f"evidence files: cannot create {folder}: {e.strerror}")
         threads = [
             threading.Thread(
-                target=self._collect_rank, args=(d, deadline_s), name="steadyrun-evidence-rank", daemon=True
+                target=self._collect_rank,
+                args=(d, stack_signal, deadline_s),
+                name="steadyrun-evidence-rank",
+                daemon=True,
             )
             for d in drafts
         ]
@@ -208,12 +225,12 @@ class EvidenceCollector:
                 self._ended_meanwhile(draft, exit_of(draft.target.rank))
         return tuple(d.evidence for d in drafts)
 
-    def _collect_rank(self, draft: _Draft, deadline_s: float) -> None:
+    def _collect_rank(self, draft: _Draft, stack_signal: int, deadline_s: float) -> None:
         steps: list[tuple[str, Callable[[_Draft, float], None]]] = [
             ("exception", self._exception),
             ("sections", self._sections),
             *((type(s).__name__, self._from(s)) for s in self.sources),
-            ("stacks", self._stacks),
+            ("stacks", lambda d, until_s: self._stacks(d, stack_signal, until_s)),
             ("process", self._process_facts),
             ("stacks", self._py_spy),
             ("log", self._log_tail),
@@ -260,7 +277,7 @@ class EvidenceCollector:
 
         return collect
 
-    def _stacks(self, draft: _Draft, deadline_s: float) -> None:
+    def _stacks(self, draft: _Draft, stack_signal: int, deadline_s: float) -> None:
         target = draft.target
         path = target.rank_dir / "stacks.txt"
         if target.exit is not None:
@@ -275,10 +292,10 @@ class EvidenceCollector:
         if state in "Tt":
             draft.lacks(f"stacks: the process is stopped (state {state}) and can run nothing; it was left so")
             return
-        if not self.process.catches(target.pid, self.stack_signal):
+        if not self.process.catches(target.pid, stack_signal):
             return  # py-spy's turn, which says what is missing if it cannot
         limit_s = BLOCKED_STACKS_LIMIT_S if state == "D" else STACKS_LIMIT_S
-        request = StackRequest(target.pid, self.stack_signal, path)
+        request = StackRequest(target.pid, stack_signal, path)
         if request.send():
             dump = request.wait(min(time.monotonic() + limit_s, deadline_s))
             if dump is not None and dump.stacks:
@@ -328,7 +345,8 @@ class EvidenceCollector:
         draft.write("proc.json", json.dumps(to_json(facts), indent=1))
 
     def _log_tail(self, draft: _Draft, deadline_s: float) -> None:
-        files = draft.target.log_files
+        # Errors last: the end of the list is what people see.
+        files = sorted(draft.target.log_files, key=lambda path: "stderr" in path.name)
         if not files:
             draft.lacks("log: standard output and error go nowhere that can be read")
             return
@@ -342,9 +360,6 @@ class EvidenceCollector:
     def _oom(self, draft: _Draft, deadline_s: float) -> None:
         exit_ = draft.evidence.exit
         if exit_ is None or exit_.by_us or not (exit_.signal == signal.SIGKILL or exit_.code == 128 + signal.SIGKILL):
-            return
-        if self.oom is None:
-            draft.lacks("out of memory: the counters were not watched")
             return
         record = self.oom.check(draft.target.pid)
         draft.put(oom=record)

@@ -101,7 +101,7 @@ class _KernelLog:
 
 
 class OomWatch:
-    """Remembers the counters of a moment and tells what has changed since. Safe to call from several threads.
+    """Remembers the counters of a moment (``rebase``) and tells what has changed since. Safe to call from any thread.
 
     Args:
         proc: ``/proc``; cgroup: where the memory controller is mounted is read from ``proc/self/mountinfo`` and taken
@@ -122,10 +122,14 @@ class OomWatch:
         self._baseline: dict[Path, int] = {}
         self._group_of: dict[int, Path] = {}
 
-    def start(self) -> None:
-        """Open the kernel log at its end and take the counters: what happened before is not ours. Call once."""
+    def rebase(self) -> None:
+        """Take the counters anew and forget the kernel log so far: an earlier kill must not explain a later one."""
         with self._lock:
-            self._log.open()
+            if self._log.fd is None and not self._log.problem:
+                self._log.open()
+            self._log.drain()
+            self._log.kills.clear()
+            self._group_of.clear()
             self._baseline = dict(self._counters())
 
     def observe(self, pids: Iterable[int]) -> None:
@@ -169,13 +173,6 @@ class OomWatch:
             return OomRecord(None, source, detail)
         group, by = next(iter((near or grown).items()))
         return OomRecord(True, source, f"oom_kill of {self._name(group)} grew by {by}{self._log_hint()}")
-
-    def rebase(self) -> None:
-        """Take the counters anew, once an incident is judged: the same kill must not explain a later one."""
-        with self._lock:
-            self._log.drain()
-            self._log.kills.clear()
-            self._baseline = dict(self._counters())
 
     def close(self) -> None:
         with self._lock:

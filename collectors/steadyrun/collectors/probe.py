@@ -1,38 +1,27 @@
 """The second, independent signal about a rank that is late: does its process move?
 
-A few samples of the main stack and of /proc over a window. Taken in a thread, so that the agent's loop goes on; it is
-woken when the readings are there.
+A few samples of the main stack and of /proc over a window.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 from steadyrun.collectors.process import ProcessReader, ProcessSample
-from steadyrun.collectors.stacks import StackDump, StackRequest
+from steadyrun.collectors.stacks import StackRequest
 from steadyrun.core.frames import Doing, activity_of, main_stack, same_place
 from steadyrun.core.records import ThreadStack
 
-__all__ = ["ProbeReading", "ProbeRunner", "ProbeTarget", "RankSample", "read_samples"]
+__all__ = ["ProbeReading", "ProbeRunner", "RankSample", "read_samples"]
 
 IDLE_CPU_SHARE: Final = 0.3
 DUMP_LIMIT_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeTarget:
-    """A rank to look at: where its faulthandler writes, and the signal that makes it write."""
-
-    rank: int
-    pid: int
-    stacks: Path
-    stack_signal: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,78 +82,60 @@ def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
 
 @dataclass(slots=True)
 class ProbeRunner:
-    """Takes probes, one at a time. ``start`` and ``poll`` never block; *wake* is called from the probe's thread.
+    """One probe of some ranks. ``run`` blocks for the window: call it in a thread; ``stop`` from any other ends it.
 
     Attributes:
-        wake: makes the loop call ``poll`` (writes to its wake-up pipe).
-        samples: looks per window, at least 2.
+        pids: rank -> pid.
+        paths: rank -> where its faulthandler writes.
+        stack_signal: makes it write.
+        samples: looks in the window, at least 2.
     """
 
-    wake: Callable[[], None]
-    process: ProcessReader = field(default_factory=ProcessReader)
+    pids: Mapping[int, int]
+    paths: Mapping[int, Path]
+    stack_signal: int
+    window_s: float
     samples: int = 4
-    now_s: Callable[[], float] = time.monotonic
-    _thread: threading.Thread | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _result: tuple[ProbeReading, ...] | None = None
+    process: ProcessReader = field(default_factory=ProcessReader)
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
-    def start(self, targets: Sequence[ProbeTarget], window_s: float) -> bool:
-        """Begin a probe; False while one is under way (its readings have not been taken by ``poll``)."""
-        if self._thread is not None:
-            return False
-        self._result = None
-        self._stop.clear()
-        self._thread = threading.Thread(
-            target=self._run, args=(tuple(targets), window_s), name="steadyrun-probe", daemon=True
-        )
-        self._thread.start()
-        return True
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise ValueError(f"samples must be at least 2, got {self.samples}")
 
-    def poll(self) -> tuple[ProbeReading, ...] | None:
-        """The readings, once; None while there are none."""
-        if self._thread is None or self._result is None:
-            return None
-        result, self._result, self._thread = self._result, None, None
-        return result
+    def stop(self) -> None:
+        """Make ``run`` return soon, with what it has."""
+        self._stopped.set()
 
-    def stop(self, limit_s: float = 2.0) -> None:
-        """End a probe under way; waits at most *limit_s* for its thread."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(limit_s)
-            self._thread = None
+    def run(self) -> tuple[ProbeReading, ...]:
+        """A reading per rank, in rank order; raises nothing."""
+        taken: dict[int, list[RankSample]] = {rank: [] for rank in sorted(self.pids)}
+        began_s = time.monotonic()
+        for i in range(self.samples):
+            due_s = began_s + self.window_s * i / (self.samples - 1)
+            if self._stopped.wait(max(due_s - time.monotonic(), 0.0)):
+                break
+            for rank, sample in self._look(min(DUMP_LIMIT_S, self.window_s / self.samples)):
+                taken[rank].append(sample)
+        return tuple(read_samples(rank, samples) for rank, samples in taken.items())
 
-    def _run(self, targets: Sequence[ProbeTarget], window_s: float) -> None:
-        taken: dict[int, list[RankSample]] = {t.rank: [] for t in targets}
-        try:
-            began_s = self.now_s()
-            for i in range(self.samples):
-                due_s = began_s + window_s * i / (self.samples - 1)
-                if self._stop.wait(max(due_s - self.now_s(), 0.0)):
-                    break
-                for rank, sample in self._look(targets, min(DUMP_LIMIT_S, window_s / self.samples)):
-                    taken[rank].append(sample)
-        finally:
-            self._result = tuple(read_samples(rank, samples) for rank, samples in taken.items())
-            self.wake()
-
-    def _look(self, targets: Sequence[ProbeTarget], limit_s: float) -> list[tuple[int, RankSample]]:
-        asked: list[tuple[ProbeTarget, float, ProcessSample | None, StackRequest | None]] = []
-        for target in targets:
-            before = self.process.sample(target.pid)
-            at_s = self.now_s()
-            can_answer = before is not None and before.state not in "TtZX"
+    def _look(self, limit_s: float) -> list[tuple[int, RankSample]]:
+        asked: list[tuple[int, float, ProcessSample | None, StackRequest | None]] = []
+        for rank, pid in self.pids.items():
+            before = self.process.sample(pid)
+            at_s = time.monotonic()
             request = None
-            # Without a handler the signal would end the process.
-            if can_answer and self.process.catches(target.pid, target.stack_signal):
-                request = StackRequest(target.pid, target.stack_signal, target.stacks)
+            # A stopped process can write nothing; without a handler the signal would end the process.
+            can_answer = before is not None and before.state not in "TtZX"
+            if can_answer and self.process.catches(pid, self.stack_signal):
+                request = StackRequest(pid, self.stack_signal, self.paths[rank])
                 request = request if request.send() else None
-            asked.append((target, at_s, before, request))
-        deadline_s = self.now_s() + limit_s
+            asked.append((rank, at_s, before, request))
+        deadline_s = time.monotonic() + limit_s
         looked = []
-        for target, at_s, before, request in asked:
-            dump: StackDump | None = request.wait(deadline_s) if request is not None else None
-            after = self.process.sample(target.pid)
-            sample = RankSample(at_s, before, self.now_s(), after, dump.stacks if dump is not None else ())
-            looked.append((target.rank, sample))
+        for rank, at_s, before, request in asked:
+            dump = request.wait(deadline_s) if request is not None else None
+            after = self.process.sample(self.pids[rank])
+            stacks = dump.stacks if dump is not None else ()
+            looked.append((rank, RankSample(at_s, before, time.monotonic(), after, stacks)))
         return looked

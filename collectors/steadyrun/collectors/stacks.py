@@ -135,7 +135,7 @@ def parse_dumps(text: str) -> list[StackDump]:
         elif line == "..." and builder.threads:
             builder.many = True
         elif line == "  ..." and builder.threads:
-            builder.threads[-1][3].append(Frame("...", 0, "..."))
+            builder.threads[-1][3].append(Frame("<cut>", 0, "..."))
     finish()
     return dumps
 
