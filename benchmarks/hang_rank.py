@@ -1,5 +1,4 @@
-"""The rank of detection_delay.py: each attempt trains a little, then one rank hangs in the way that is that attempt's
-turn.
+"""The rank of detection_delay.py: each attempt trains a little, then one rank hangs, each time in another way.
 
 ``sleep``, ``busy`` (a Python loop) and ``stop`` (SIGSTOP) hang inside the section ``work``; ``gap`` sleeps outside
 every section after a step. What the limit counts from is written down first.

@@ -1,7 +1,7 @@
 """From a fault to the first new step of all ranks: steadyrun, torchrun, and NVRx's ft_launcher where it is installed.
 
-Each try starts a job of two ranks, lets it train, kills a rank (SIGKILL) or hangs it (it sleeps in a step), and waits
-until both ranks have done a step in new processes. The launchers take turns in every round: ratios compare tries
+Each try starts a job (of two ranks), lets it train, kills a rank (SIGKILL) or hangs it (it sleeps in a step), and waits
+until all ranks have done a step in new processes. The launchers take turns in every round: ratios compare tries
 made within a minute or two of each other.
 
 A hang is found by the launcher's own watchdog where it has one, and by a process-group timeout of the same length where
@@ -22,8 +22,6 @@ from dataclasses import asdict, dataclass
 
 from job import HERE, NVRX, STEADYRUN, TORCHRUN, DeadlineError, Job, free_port
 from report import add_common_arguments, effort_of, finish, print_table, ratio_spread, spread_text
-
-RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +82,27 @@ class Try:
     problem: str = ""
 
 
-def commands(launcher: Launcher, agents: int, limit_s: float, rendezvous: str) -> list[list[str]]:
+def commands(launcher: Launcher, agents: int, arguments: argparse.Namespace) -> list[list[str]]:
     script = [str(HERE / "restart_train.py")]
-    options = ["--max-restarts=3", *launcher.own_options(limit_s)]
+    options = ["--max-restarts=3", *launcher.own_options(arguments.limit)]
     if agents == 1:
-        where = ["--standalone", f"--nproc-per-node={RANKS}"]
+        where = ["--standalone", f"--nproc-per-node={arguments.ranks}"]
         return [[*launcher.program, *where, *options, *script]]
     port = free_port()
     out = []
     for node in range(agents):
-        if rendezvous == "static":
+        if arguments.rendezvous == "static":
             where = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
         else:
             where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id=bench{port}"]
-        where += [f"--nnodes={agents}", f"--nproc-per-node={RANKS // agents}"]
+        where += [f"--nnodes={agents}", f"--nproc-per-node={arguments.ranks // agents}"]
         out.append([*launcher.program, *where, *options, *script])
     return out
 
 
-def standbys_ready(job: Job) -> bool:
+def standbys_ready(job: Job, ranks: int) -> bool:
     found = [s for node in job.live() for s in node.get("standbys", ())]
-    return len(found) == RANKS and all(s.get("ready") for s in found)
+    return len(found) == ranks and all(s.get("ready") for s in found)
 
 
 def first_steps(job: Job, old: set[int]) -> dict[int, float]:
@@ -117,34 +115,35 @@ def first_steps(job: Job, old: set[int]) -> dict[int, float]:
 
 
 def one_try(launcher: Launcher, fault: str, agents: int, number: int, arguments: argparse.Namespace) -> Try:
-    keep = arguments.keep
-    with Job(launcher.env(arguments.limit), keep, f"{launcher.name}-{fault}-{agents}".replace(" ", "_")) as job:
+    name = f"{launcher.name}-{fault}-{agents}".replace(" ", "_")
+    ranks = arguments.ranks
+    with Job(launcher.env(arguments.limit) | {"BENCH_DEVICE": arguments.device}, arguments.keep, name) as job:
         control = job.folder / "control"
         control.mkdir()
         result = Try(launcher.name, fault, agents, number, False)
         came_back: dict[str, object] = {}
         try:
             began_s = time.monotonic()
-            for argv in commands(launcher, agents, arguments.limit, arguments.rendezvous):
+            for argv in commands(launcher, agents, arguments):
                 job.start(argv, {"BENCH_CONTROL": str(control)})
-            started = job.wait_for(lambda: len(first_steps(job, set())) == RANKS, 120, "the first step of all ranks")
+            started = job.wait_for(lambda: len(first_steps(job, set())) == ranks, 120, "the first step of all ranks")
             assert started
             came_back["cold_start_s"] = round(max(first_steps(job, set()).values()) - began_s, 3)
-            job.wait_for(lambda: all_at(job, 20), 60, "step 20")
+            job.wait_for(lambda: all_at(job, 20, ranks), 60, "step 20")
             if launcher.warm:
-                job.wait_for(lambda: standbys_ready(job), 120, "standbys that are ready", poll_s=0.1)
+                job.wait_for(lambda: standbys_ready(job, ranks), 120, "standbys that are ready", poll_s=0.1)
             time.sleep(random.uniform(0.0, 0.5))  # no phase of anybody's poll interval is preferred
             pids = {e["rank"]: e["pid"] for e in job.events("start")}
             old = set(pids.values())
             if fault == "kill":
                 fault_s = time.monotonic()
-                os.kill(pids[1], signal.SIGKILL)
+                os.kill(pids[ranks - 1], signal.SIGKILL)
             else:
-                (control / "hang.new").write_text(str(pids[1]))
+                (control / "hang.new").write_text(str(pids[ranks - 1]))
                 (control / "hang.new").rename(control / "hang")
                 fault_s = job.wait_for(lambda: job.events("fault"), 20, "the fault")[0]["at_s"]
             limit_s = arguments.patience + (arguments.limit if fault == "hang" else 0)
-            job.wait_for(lambda: len(first_steps(job, old)) == RANKS, limit_s, "the first new step of all ranks")
+            job.wait_for(lambda: len(first_steps(job, old)) == ranks, limit_s, "the first new step of all ranks")
             fresh = [e for e in job.events() if e["pid"] not in old]
             came_back |= {
                 "came_back": True,
@@ -166,8 +165,8 @@ def one_try(launcher: Launcher, fault: str, agents: int, number: int, arguments:
         return Try(**{**asdict(result), **came_back})
 
 
-def all_at(job: Job, step: int) -> bool:
-    return len({e["rank"] for e in job.events("step") if e["step"] >= step}) == RANKS
+def all_at(job: Job, step: int, ranks: int) -> bool:
+    return len({e["rank"] for e in job.events("step") if e["step"] >= step}) == ranks
 
 
 def show(tries: list[Try], launchers: list[Launcher]) -> None:
@@ -206,6 +205,8 @@ def main() -> None:
     parser.add_argument("--faults", default="kill,hang")
     parser.add_argument("--only", default="", help="launchers to run, by number: " + ", ".join(
         f"{i} {s.name}" for i, s in enumerate(LAUNCHERS)))  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=2, help="ranks in all (2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, a GPU per rank")
     parser.add_argument("--rendezvous", choices=("c10d", "static"), default="c10d", help="for two agents")
     parser.add_argument("--limit", type=float, default=3.0, help="seconds without a step that count as a hang (3)")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds until a job counts as not come back (90)")

@@ -45,11 +45,15 @@ def main() -> None:
     control = Path(os.environ["BENCH_CONTROL"])
     timeout_s = float(os.environ.get("BENCH_PG_TIMEOUT_S", "0"))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if os.environ.get("BENCH_DEVICE") == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     client = nvrx_client()
     tell("joined")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = 0
     finish = False
@@ -60,12 +64,14 @@ def main() -> None:
             tell("fault", step=step)
             while True:
                 time.sleep(3600)
-        asked = torch.tensor([float((control / "finish").exists())])
+        asked = torch.tensor([float((control / "finish").exists())], device=device)
         dist.all_reduce(asked)  # so that all ranks leave after the same step
         finish = bool(asked)
-        model(torch.randn(8, 64)).square().mean().backward()
+        model(torch.randn(8, 64, device=device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         time.sleep(0.05)
         if client is not None:
             client.end_section("step")

@@ -42,10 +42,13 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def restarts_of(run: Path) -> list[Restart]:
     journal = [r for file in sorted((run / "journal").glob("*.jsonl")) for r in json_lines(file)]
-    faults = [f for file in run.glob("attempts/*/rank_*/faults.jsonl") for f in json_lines(file)]
+    noted = [f for file in run.glob("attempts/*/rank_*/faults.jsonl") for f in json_lines(file)]
+    faults: dict[tuple[int, str], dict[str, Any]] = {}
+    for note in noted:  # a fault may be noted again with what it left
+        faults.setdefault((note["attempt"], note["text"]), note)
     verdicts = {v["attempt"]: v for v in (json.loads(f.read_text()) for f in run.glob("incidents/*/verdict.json"))}
     found = []
-    for fault in sorted((f for f in faults if "step" in f), key=lambda f: float(f["at_s"])):
+    for fault in sorted(faults.values(), key=lambda f: float(f["at_s"])):
         attempt = int(fault["attempt"])
         first_steps = [r for r in journal if r["type"] == "rank_first_step" and r["attempt"] == attempt + 1]
         started = [r for r in journal if r["type"] == "rank_started" and r["attempt"] == attempt + 1]
