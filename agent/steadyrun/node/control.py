@@ -214,7 +214,8 @@ class ControlChannel:
         try:
             match kind:
                 case "floor":
-                    return self._floor(int(rest), _unpack(value))
+                    self._hear_floor(int(rest), _unpack(value))
+                    return None
                 case "agreed":
                     data = _unpack(value)
                     return Agreed(int(data["attempt"]), data["state"])
@@ -243,7 +244,7 @@ class ControlChannel:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def _floor(self, group_rank: int, data: Mapping[str, Any]) -> None:
+    def _hear_floor(self, group_rank: int, data: Mapping[str, Any]) -> None:
         self._floors[group_rank] = data
         if len(self._floors) == self.group_world_size:
             newest = max(self._floors.values(), key=lambda d: int(d["attempt"]))

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.collectors.evidence import EvidenceCollector, Target
-from steadyrun.detect.report import render_html, render_incident
-
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.clock import Clock
@@ -26,8 +24,9 @@ from steadyrun.core.records import (
 )
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.detect.policy import AttemptOutcome, History, Policy, PolicyLimits, outcome_of
+from steadyrun.detect.report import render_html, render_incident
 from steadyrun.detect.verdict import judge
-from steadyrun.node.machine.events import Decision
+from steadyrun.node.machine.events import Decision, ProbeResult
 
 __all__ = ["Incident", "IncidentDesk", "Judged"]
 
@@ -124,6 +123,10 @@ class IncidentDesk:
             past_limit_s=None if past is None else float(past),
         )
 
+    def observe(self, pids: Sequence[int]) -> None:
+        """Remember what can be known of ranks only while they live (their memory group)."""
+        self._collector.observe(pids)
+
     def begin_attempt(self) -> None:
         self._collector.begin_attempt()
         self._reports = None
@@ -137,6 +140,7 @@ class IncidentDesk:
         stack_signal: int,
         limit_s: float,
         done: Callable[[], None],
+        exit_of: Callable[[int], ExitRecord | None],
     ) -> None:
         """Start the collection; *done* runs in the loop once it is on disk, after *limit_s* at the latest."""
         steps = [v.step for v in views if v is not None and v.step is not None]
@@ -153,7 +157,7 @@ class IncidentDesk:
 
             self._post(take)
 
-        self._collector.start(targets, incident.folder, stack_signal, limit_s, finished)
+        self._collector.start(targets, incident.folder, stack_signal, limit_s, finished, exit_of)
 
     def packed_evidence(self, incident: Incident) -> dict[str, Any]:
         """This node's evidence for the leader; long stacks are cut, the files keep everything."""
@@ -318,9 +322,22 @@ def target_of(
     rank_dir: Path,
     logs: Sequence[Path],
     suspicion: Suspicion | None,
+    probe: ProbeResult | None,
 ) -> Target:
     """What the collector needs to know about one rank."""
-    return Target(rank, local_rank, pid, attempt, view, exit_record, rank_dir, tuple(logs), suspicion)
+    return Target(
+        rank,
+        local_rank,
+        pid,
+        attempt,
+        view,
+        exit_record,
+        rank_dir,
+        tuple(logs),
+        suspicion,
+        stack_unchanged=probe.stack_unchanged if probe is not None else None,
+        cpu_share=probe.cpu_share if probe is not None else None,
+    )
 
 
 def _deaths(ranks: Sequence[RankEvidence]) -> bool:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import structlog
-from steadyrun.collectors.probe import ProbeRunner
 
+from steadyrun.collectors.probe import ProbeRunner
 from steadyrun.collectors.process import ProcessReader
 from steadyrun.core import layout
 from steadyrun.core.board import Board, SlotView
@@ -251,6 +251,7 @@ class NodeAgent:
         self._incident: Incident | None = None
         self._ranks: dict[int, _RankProcess] = {}
         self._views: dict[int, SlotView | None] = {}
+        self._probed: dict[int, ev.ProbeResult] = {}
         self._pidfds: dict[int, int] = {}
         self._calls: dict[int, int] = {}
         self._call_rate_hz = 0.0
@@ -557,6 +558,7 @@ class NodeAgent:
                 self._spec.run_folder.rank_dir(p.attempt, p.rank),
                 [path for path in (p.spec.stderr, p.spec.stdout) if path is not None],
                 suspicions.get(p.rank),
+                self._probed.get(p.rank),
             )
             for p in self._ranks.values()
         ]
@@ -568,7 +570,13 @@ class NodeAgent:
             self._spec.stack_signal,
             command.limit_s,
             lambda: self._on_collected(attempt, opened),
+            self._exit_of,
         )
+
+    def _exit_of(self, rank: int) -> ExitRecord | None:
+        """From the collector's thread."""
+        process = self._ranks.get(rank)
+        return process.exit if process is not None else None
 
     def _on_collected(self, attempt: int, incident: Incident) -> None:
         if incident.only_report:
@@ -647,6 +655,7 @@ class NodeAgent:
 
     def _on_probed(self, results: tuple[ev.ProbeResult, ...]) -> None:
         self._record("probe", results=results)
+        self._probed.update({r.rank: r for r in results})
         self._read_board(self._clock.now_s())  # progress during the window counts first
         self._feed(ev.ProbesDone(results))
 
@@ -698,6 +707,7 @@ class NodeAgent:
         self._attempt = attempt
         self._ranks.clear()
         self._views.clear()
+        self._probed.clear()
         self._incident = None
         self._calls.clear()
         self._sampler.begin_attempt(attempt)
@@ -821,6 +831,7 @@ class NodeAgent:
             view = self._views[process.rank]
             if view is not None and not process.attached:
                 process.attached = True
+                self._desk.observe([process.pid])
                 self._record("rank_attached", rank=process.rank, after_s=now_s - process.spawned_s)
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
         self._feed(ev.StatesRead(states))
