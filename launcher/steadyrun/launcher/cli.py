@@ -98,7 +98,7 @@ class SteadyrunParser(argparse.ArgumentParser):
             if token.startswith(("--ft-", "--ft_")):
                 self._unknown(token.partition("=")[0])
         if parsed.training_script is None and not _prints_config(parsed):
-            self.error("the following arguments are required: training_script, training_script_args")
+            self.error("the training script is missing")
         return parsed, extra
 
     def _unknown(self, flag: str) -> NoReturn:
@@ -133,7 +133,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=NotGiven(0))
     for action in parser._actions:
-        if action.dest == "training_script":
+        if action.dest in ("training_script", "training_script_args"):
             action.required = False  # not for --ft-print-config; checked after parsing
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in OPTIONS:

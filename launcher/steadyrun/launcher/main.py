@@ -91,53 +91,51 @@ def console_main() -> int:
     with _quiet_cpp_log():
         import torch.distributed.run  # noqa: F401  # the slow import, and the one that reads the variable
 
-    from steadyrun.launcher.elastic import RanksFailedError, RunEndedError, SignalException, record
-
-    codes = _ExitCodes()
-
-    def recorded() -> None:
+    try:
         _require_linux()
         args = parse_args()
         resolved = resolve_args(args, os.environ)
-        codes.by_class = resolved.settings.exit_codes == "class"
         if resolved.settings.print_config != "off":
             print(format_config(resolved))
-            return
-        launched = threading.Event()
+            return ExitClass.OK
+        return _run_job(args, resolved)
+    except ConfigError as e:
+        _say(f"steadyrun: error: {e}")
+        return ExitClass.USAGE
+
+
+def _run_job(args: argparse.Namespace, resolved: Resolved) -> int:
+    from steadyrun.launcher.elastic import RanksFailedError, RunEndedError, SignalException, record
+
+    launched = threading.Event()
+
+    def recorded() -> None:
         try:
             _start(args, resolved, launched)
         except (ValueError, AssertionError, RuntimeError) as e:
             if launched.is_set():
                 raise
-            raise ConfigError(str(e).strip() or f"torch refused the arguments: {type(e).__name__}") from e
+            raise ConfigError(f"torch cannot use the arguments: {type(e).__name__}: {e}") from e
 
     try:
         record(recorded)()
-    except ConfigError as e:
-        _say(f"steadyrun: error: {e}")
-        return ExitClass.USAGE
     except RanksFailedError as e:
         _say("\n".join(failure_lines(e)))
-        return codes.of(_class_of(e))
+        exit_class = _class_of(e)
     except RunEndedError as e:
         _say(f"steadyrun: the run ended: {e}")
-        return codes.of(e.outcome.exit_class)
+        exit_class = e.outcome.exit_class
     except SignalException as e:
         _say(f"steadyrun: ended by {e.sigval.name}")
-        return codes.of(ExitClass.PREEMPTED)
+        exit_class = ExitClass.PREEMPTED
+    except ConfigError:
+        raise
     except SteadyrunError as e:
         _say(f"steadyrun: {e}")
-        return codes.of(ExitClass.INTERNAL)
-    return ExitClass.OK
-
-
-class _ExitCodes:
-    """By class until the options say otherwise."""
-
-    by_class = True
-
-    def of(self, exit_class: ExitClass) -> int:
-        return int(exit_class) if self.by_class or exit_class is ExitClass.OK else TORCHRUN_FAILED
+        exit_class = ExitClass.INTERNAL
+    else:
+        return ExitClass.OK
+    return exit_class if resolved.settings.exit_codes == "class" else TORCHRUN_FAILED
 
 
 def _class_of(error: RanksFailedError) -> ExitClass:
