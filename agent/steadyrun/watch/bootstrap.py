@@ -1,0 +1,194 @@
+"""From the start of the interpreter to the script: attach to the board, or stand by first and attach on orders.
+
+Called by our ``sitecustomize``, so before the script and while Python's ``site`` is being imported. What must hold: the
+script finds everything as it would without us, and nothing that goes wrong here keeps it from running.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from _thread import start_new_thread
+
+from steadyrun import watch
+from steadyrun.watch import standby
+from steadyrun.watch.dumps import Deadman, open_stacks, register_dumps
+from steadyrun.watch.evidence import EvidenceServer
+from steadyrun.watch.importhooks import ImportHooks
+from steadyrun.watch.loaded import LoadedReport
+from steadyrun.watch.marks import Marks, make_marks
+from steadyrun.watch.setup import RankSetup
+from steadyrun.watch.shadows import drop_shadowed
+from steadyrun.watch.slot import Slot, SlotError
+from steadyrun.watch.torchhooks import CHECKPOINT_MODULE, OPTIMIZER_MODULE, OptimizerSteps, wrap_checkpointing
+from steadyrun.watch.uncaught import ExceptionRecorder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+__all__ = ["attach", "begin"]
+
+
+def begin(
+    setup_text: str | None, standby_text: str | None, raw_env: Mapping[str, str], modules: frozenset[str]
+) -> None:
+    """Become a rank, at once or after standing by. Returns when the script may begin; raises nothing.
+
+    Args:
+        setup_text, standby_text: STEADYRUN_SETUP or STEADYRUN_STANDBY.
+        raw_env: the environment the process was started with.
+        modules: names of the modules that were there before any of ours.
+    """
+    preset: Mapping[str, str | None] = {}
+    try:
+        if standby_text is not None:
+            drop_shadowed(modules)  # so that the preload asks for them again, and is seen to
+            told, orders = standby.stand_by(standby_text, raw_env)
+            preset, setup = told.preset_env, orders.setup
+        elif setup_text is not None:
+            setup = RankSetup.parse(setup_text)
+        else:
+            return
+        attach(setup, preset)
+    except Exception as e:
+        reason = str(e) if isinstance(e, (SlotError, OSError)) else f"{type(e).__name__}: {e}"
+        _say(f"cannot watch this rank: {reason}; the script runs unwatched")
+    finally:
+        drop_shadowed(modules)
+
+
+def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
+    """Claim the slot and put everything in place that watches this process.
+
+    Args:
+        preset: a warm rank's changes of the environment during its preload.
+
+    Raises:
+        OSError, SlotError: there is no board, or the slot has an owner.
+    """
+    slot = Slot(setup.board, setup.slot)
+    slot.check_free()
+    marks = make_marks(slot.words, slot.base, slot.base_ns, os.getpid(), setup.rank, setup.attempt)
+    watch._activate(marks)
+    deadman = _start_dumps(setup, marks)
+    recorder = ExceptionRecorder(setup.rank_dir, marks)
+    recorder.install()
+    faults = _Faults(setup, marks)
+    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject)
+    report = None if setup.loaded_report is None else LoadedReport(setup.loaded_report, os.environ, preset)
+
+    def finish() -> None:
+        if marks.is_active():
+            marks.finish()
+            recorder.record_last()
+            if deadman is not None:
+                deadman.end()
+
+    def on_fork() -> None:
+        marks.forked()
+        evidence.forked()
+
+    def on_first_step() -> None:
+        _before_threads_are_joined(finish)  # once more: now before the callbacks of what was imported since
+        evidence.start()
+
+    marks.observe(first_step=on_first_step)
+    if report is not None:
+        write = report.write
+        marks.observe(third_step=lambda: _in_thread(write))
+    os.register_at_fork(after_in_child=on_fork)
+    atexit.register(finish)
+    _hook_imports(marks, recorder, report, finish)
+    faults.start()
+    return marks
+
+
+def _start_dumps(setup: RankSetup, marks: Marks) -> Deadman | None:
+    try:
+        fd = open_stacks(setup.rank_dir)
+        register_dumps(fd, setup.stack_signal)
+    except (OSError, ValueError, RuntimeError) as e:
+        _say(f"cannot write stacks to {setup.rank_dir}: {e}")
+        return None
+    if setup.deadman_s <= 0:
+        return None
+    deadman = Deadman(fd, setup.deadman_s)
+    deadman.begin()
+    marks.observe(late=deadman.rearm, late_from_ns=marks.now_ns() + deadman.interval_ns)
+    return deadman
+
+
+def _hook_imports(
+    marks: Marks, recorder: ExceptionRecorder, report: LoadedReport | None, finish: Callable[[], None]
+) -> None:
+    def on_threading(module: Any) -> None:
+        _before_threads_are_joined(finish)
+        recorder.install_for_threads(module)
+
+    hooks = ImportHooks()
+    if report is not None:
+        note_env = report.note_env
+        hooks.before("torch", lambda: note_env(os.environ))
+    hooks.after("threading", on_threading)
+    hooks.after(OPTIMIZER_MODULE, OptimizerSteps(marks).install)
+    hooks.after(CHECKPOINT_MODULE, wrap_checkpointing(marks.section))
+    hooks.install()
+
+
+def _before_threads_are_joined(call: Callable[[], None]) -> None:
+    """Have *call* made at the very beginning of the interpreter's end; ``atexit`` comes after the joining of threads.
+
+    The callback registered last is called first. Without ``threading`` there are no threads to be joined.
+    """
+    register = getattr(sys.modules.get("threading"), "_register_atexit", None)
+    try:
+        if register is not None:
+            register(call)
+    except RuntimeError:  # it has begun already
+        call()
+
+
+def _in_thread(call: Callable[[], None]) -> None:
+    """For what may wait for a slow file system."""
+    try:
+        start_new_thread(call, ())
+    except RuntimeError:
+        return
+
+
+class _Faults:
+    """The rank's fault plan: from its setup, or begun by the first injection."""
+
+    def __init__(self, setup: RankSetup, marks: Marks) -> None:
+        self._setup = setup
+        self._marks = marks
+        self._plan: Any = None
+
+    def start(self) -> None:
+        """Begin the plan of the setup, if there is one; the fault may strike here."""
+        if self._setup.faults:
+            self._begin(self._setup.faults)
+            self._plan.on_start()
+
+    def inject(self, text: str) -> tuple[str, ...]:
+        """Add to the plan. Raises what the plan raises on a text that cannot be used."""
+        if self._plan is None:
+            self._begin("")
+        answers: tuple[str, ...] = self._plan.add(text, step=self._marks.last_step())
+        return answers
+
+    def _begin(self, text: str) -> None:
+        from pathlib import Path
+
+        from steadyrun.testing.faults import FaultPlan
+
+        setup = self._setup
+        self._plan = FaultPlan.parse(text, setup.rank, setup.attempt, rank_dir=Path(setup.rank_dir))
+        self._marks.observe(each_step=self._plan.on_step)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"steadyrun: {text}\n")

@@ -1,0 +1,156 @@
+"""Answers to the agent and to ``steadyctl`` over a unix socket: one line of JSON in, one out, per connection.
+
+- ``{"cmd": "sections"}``: ``{"sections": [{"lane", "name", "age_s"}], "step"}``, outermost first;
+- ``{"cmd": "stacks"}``: ``{"stacks": [{"thread", "is_main", "frames": [{"file", "line", "function"}]}]}``, newest call
+  first;
+- ``{"cmd": "inject", "fault": text}``: ``{"answers": [text]}``.
+
+Anything wrong is answered with ``{"error": text}``. The thread is started by ``_thread`` and is none of the script's:
+``threading`` does not know it, no signal is delivered to it, and it only runs when asked. It needs the interpreter's
+lock; a rank that holds it does not answer, and faulthandler's signal is the way then.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import sys
+
+# The C module: ``signal`` wraps each number in an enum, and importing enum takes longer than all of this.
+from _signal import SIG_BLOCK, SIG_SETMASK, pthread_sigmask, valid_signals  # type: ignore[import-not-found]
+from _thread import get_ident, start_new_thread
+
+from steadyrun.watch.jsontext import parse, render
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from steadyrun.watch.marks import Marks
+
+__all__ = ["EvidenceServer", "thread_stacks"]
+
+_SUN_PATH = 107  # bytes of a unix socket's address, without the closing 0
+_REQUEST_BYTES = 1 << 16
+_CLIENT_S = 2.0
+_FRAMES = 200
+
+
+class EvidenceServer:
+    """The socket ``evidence.sock`` in the rank's folder and the thread behind it.
+
+    Args:
+        inject: takes the text of a fault, returns what to answer; called in the server's thread.
+    """
+
+    def __init__(self, rank_dir: str, marks: Marks, inject: Callable[[str], tuple[str, ...]]) -> None:
+        self._rank_dir = rank_dir
+        self._marks = marks
+        self._inject = inject
+        self._main = get_ident()
+        self._listening: Any = None
+
+    def start(self) -> None:
+        """Start the thread; call it in the main thread. Never raises; without a thread or a socket nobody answers."""
+        try:
+            # A signal that the kernel gives to this thread would not interrupt the main thread's system call.
+            mask = pthread_sigmask(SIG_BLOCK, valid_signals())
+            try:
+                start_new_thread(self._serve, ())
+            finally:
+                pthread_sigmask(SIG_SETMASK, mask)
+        except RuntimeError:
+            return
+
+    def forked(self) -> None:
+        """In a forked child: the parent answers, so the child gives up its copy of the socket."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+
+    def _serve(self) -> None:
+        try:
+            self._listen()
+            while self._listening is not None:
+                fd, _ = self._listening._accept()
+                client = _socket.socket(fileno=fd)
+                try:
+                    self._answer(client)
+                finally:
+                    client.close()
+        except Exception:  # the script must not see an error of ours; the agent has other ways
+            self.forked()
+
+    def _listen(self) -> None:
+        listening = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        path = os.path.join(self._rank_dir, "evidence.sock")
+        folder = -1
+        try:
+            if len(os.fsencode(path)) > _SUN_PATH:  # the kernel's limit is on the text, not on what it leads to
+                folder = os.open(self._rank_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                path = f"/proc/self/fd/{folder}/evidence.sock"
+            if os.path.lexists(path):
+                os.unlink(path)
+            listening.bind(path)
+            os.chmod(path, 0o600)  # not by umask, which the whole process shares; the folder is 0700
+        finally:
+            if folder >= 0:
+                os.close(folder)
+        listening.listen(4)
+        self._listening = listening
+
+    def _answer(self, client: Any) -> None:
+        try:
+            client.settimeout(_CLIENT_S)
+            peer_uid = int.from_bytes(
+                client.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)[4:8], sys.byteorder
+            )
+            if peer_uid not in (0, os.geteuid()):
+                return
+            try:
+                reply = self._reply(parse(_read_line(client)))
+            except Exception as e:
+                reply = {"error": f"{type(e).__name__}: {e}" if not str(e).startswith("cannot") else str(e)}
+            client.sendall(render(reply).encode() + b"\n")
+        except OSError:
+            return
+
+    def _reply(self, request: Any) -> dict[str, Any]:
+        command = request.get("cmd") if isinstance(request, dict) else None
+        if command == "sections":
+            found = [{"lane": lane, "name": name, "age_s": age_s} for lane, name, age_s in self._marks.open_sections()]
+            return {"sections": found, "step": self._marks.last_step()}
+        if command == "stacks":
+            return {"stacks": thread_stacks(self._main, get_ident())}
+        if command == "inject":
+            return {"answers": self._inject(str(request.get("fault", "")))}
+        return {"error": f"cannot answer {command!r}: the commands are sections, stacks and inject"}
+
+
+def _read_line(client: Any) -> str:
+    received = b""
+    while b"\n" not in received and len(received) < _REQUEST_BYTES:
+        chunk = client.recv(4096)
+        if not chunk:
+            break
+        received += chunk
+    return received.decode("utf-8", "replace")
+
+
+def thread_stacks(main: int, without: int) -> list[dict[str, Any]]:
+    """All threads' stacks as ``ThreadStack`` has them, the main thread first, the thread *without* left out."""
+    threading = sys.modules.get("threading")
+    names = {i: t.name for i, t in dict(getattr(threading, "_active", {})).items()}
+    stacks = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if ident == without:
+            continue
+        frames: list[dict[str, Any]] = []
+        at: Any = frame
+        while at is not None and len(frames) < _FRAMES:
+            frames.append({"file": at.f_code.co_filename, "line": at.f_lineno or 0, "function": at.f_code.co_name})
+            at = at.f_back
+        name = names.get(ident, "MainThread" if ident == main else f"thread {ident:#x}")
+        stacks.append({"thread": name, "is_main": ident == main, "frames": frames})
+    return stacks

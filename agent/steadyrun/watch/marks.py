@@ -1,0 +1,654 @@
+"""The marks a rank makes on its slot of the board: sections, steps, beats and calls of ``should_stop``.
+
+The fast path is the product. An empty section is about a microsecond and no system call: the closures below hold what
+they need as constants and counters, entries go to preallocated lists, and what others read is written by plain stores
+into the mapped page. Nothing here takes a lock that another process could hold, waits, or raises, whatever the agent
+does.
+
+What is defined besides a plain ``with section("x")`` in the main thread:
+
+- *recursion and nesting*: each entry is one open section; the board shows the ``LANE_DEPTH`` outermost of a thread,
+  deeper ones are counted in ``S_DROPPED`` and their durations still recorded.
+- *out of order*: an exit removes the newest entry of the same section wherever it is in the thread's stack, as when a
+  generator that is suspended inside a section is resumed. An exit without an entry does nothing.
+- *threads*: a thread other than the main one takes one of the lanes 1 to ``LANES - 1`` while it has sections open; when
+  all are taken its sections are counted in ``S_DROPPED`` and only their durations recorded. A thread that ends takes
+  its open sections with it. A section entered in the main thread and left in another is closed at the next step;
+  entered in any other thread and left elsewhere, it stays open until that thread ends.
+- *names*: cut to ``NAME_BYTES`` of UTF-8; from the 64th on they share the entry ``(other)``.
+- *exceptions* pass through. One that a signal handler raises in the instant between the end of the block and the exit
+  leaves the section open.
+- *fork*: in the child every call does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import _local, allocate_lock, get_ident, get_native_id
+from time import monotonic_ns
+
+from steadyrun.core.layout import (
+    F_EXPLICIT_STEPS,
+    F_STEP_IS_GLOBAL,
+    F_USES_SHOULD_STOP,
+    H_STOP_AT_CALL,
+    LANE_DEPTH,
+    LANE_WORDS,
+    LANES,
+    NAME_BYTES,
+    NAMES,
+    OTHER,
+    RING,
+    S_ATTACHED,
+    S_ATTEMPT,
+    S_BEAT_AT,
+    S_BEATS,
+    S_CKPT_DONE,
+    S_DROPPED,
+    S_FINISHED,
+    S_FIRST_STEP_AT,
+    S_FLAGS,
+    S_LANES,
+    S_LAST_CHANGE,
+    S_NAME_COUNTS,
+    S_NAME_TABLE,
+    S_NAMES,
+    S_OWNER_PID,
+    S_RANK,
+    S_RING,
+    S_RING_COUNT,
+    S_STEP,
+    S_STEP_AT,
+    S_STEP_RING,
+    S_STEP_RING_COUNT,
+    S_STEPS_DONE,
+    S_STOP_CALLS,
+    SLOT_WORDS,
+    STEP_RING,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    class SectionLike(Protocol):
+        """What ``section`` returns: a context manager that can be entered again, and a decorator."""
+
+        def __enter__(self) -> Any: ...
+        def __exit__(self, kind: object, value: object, trace: object) -> None: ...
+        def __call__(self, function: Any) -> Any: ...
+
+
+__all__ = ["Marks", "make_marks"]
+
+NEVER_NS = 1 << 62
+_CACHED_NAMES = 4096  # a script that makes up names without end must not grow without end
+_CO_GENERATOR, _CO_COROUTINE, _CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
+
+
+class Marks:
+    """The functions that mark, all of one slot.
+
+    Attributes:
+        section, step, beat, should_stop, is_active: the public functions of ``steadyrun.watch``.
+        step_seen: ``step`` for the optimizer hook; does nothing once the script calls ``step`` itself. Takes the number
+            of the step, or None for the next one.
+        has_explicit_steps: the script calls ``step`` itself.
+        last_step: number of the newest step, or None.
+        finish: the script has ended: closes ``setup``, opens ``teardown``. Once; later calls do nothing.
+        set_flag: sets one of the ``F_`` bits.
+        open_sections: (lane, name, seconds open) of all threads, outermost first.
+        forked: the child's side of a fork: from now on nothing is written.
+        observe: what to call after the first, the third and each step was marked (the last gets its number), and at a
+            step or beat not before a time (gets the time, returns the next one). Those not given stay as they are.
+        now_ns: the board's time.
+    """
+
+    __slots__ = (
+        "beat",
+        "finish",
+        "forked",
+        "has_explicit_steps",
+        "is_active",
+        "last_step",
+        "now_ns",
+        "observe",
+        "open_sections",
+        "section",
+        "set_flag",
+        "should_stop",
+        "step",
+        "step_seen",
+    )
+
+    section: Callable[[str], SectionLike]
+    step: Callable[[int], None]
+    beat: Callable[[], None]
+    should_stop: Callable[[], bool]
+    is_active: Callable[[], bool]
+    step_seen: Callable[[int | None], None]
+    has_explicit_steps: Callable[[], bool]
+    last_step: Callable[[], int | None]
+    finish: Callable[[], None]
+    set_flag: Callable[[int], None]
+    open_sections: Callable[[], list[tuple[int, str, float]]]
+    forked: Callable[[], None]
+    observe: Callable[..., None]
+    now_ns: Callable[[], int]
+
+
+def decorate(section: SectionLike, function: Any) -> Any:
+    """*function* inside the section: each call, each run of a coroutine, or a generator from first to last item."""
+    from functools import wraps
+
+    kind = getattr(getattr(function, "__code__", None), "co_flags", 0)
+    if kind & _CO_COROUTINE:
+
+        @wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with section:
+                return await function(*args, **kwargs)
+
+        return awaited
+    if kind & _CO_GENERATOR:
+
+        @wraps(function)
+        def generated(*args: Any, **kwargs: Any) -> Any:
+            with section:
+                return (yield from function(*args, **kwargs))
+
+        return generated
+    if kind & _CO_ASYNC_GENERATOR:
+
+        @wraps(function)
+        async def iterated(*args: Any, **kwargs: Any) -> Any:
+            with section:
+                async for item in function(*args, **kwargs):
+                    yield item
+
+        return iterated
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with section:
+            return function(*args, **kwargs)
+
+    return called
+
+
+def name_bytes(name: str) -> bytes:
+    """The name as the table holds it: UTF-8, cut between characters, padded with zeros."""
+    raw = name.encode("utf-8", "replace")
+    if len(raw) > NAME_BYTES:
+        raw = raw[:NAME_BYTES].decode("utf-8", "ignore").encode()
+    return raw.ljust(NAME_BYTES, b"\0")
+
+
+def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, attempt: int) -> Marks:
+    """Claim the slot at *base* for this process and open ``setup``. Call it in the main thread, once per process.
+
+    Args:
+        words: the board as writable unsigned 64-bit words. What the slot held before is wiped.
+        base: index of the slot's first word.
+        base_ns: the board's time base.
+    """
+    head_at = base + S_LANES
+    entries_at = head_at + 2
+    ring_at = base + S_RING
+    ring_count_at = base + S_RING_COUNT
+    change_at = base + S_LAST_CHANGE
+    dropped_at = base + S_DROPPED
+    step_ring_at = base + S_STEP_RING
+    beats_at, beat_time_at = base + S_BEATS, base + S_BEAT_AT
+    ring_mask, step_ring_mask = RING - 1, STEP_RING - 1
+
+    main = get_ident()
+    is_forked = False
+    depth = 0  # of the main lane; LANE_DEPTH + 1 while deeper sections are open, which are in `deep`
+    head = 0
+    owners: list[Section | None] = [None] * (LANE_DEPTH + 1)  # the last stays None: no section is ever left by it
+    since: list[int] = [0] * (LANE_DEPTH + 1)
+    deep: list[tuple[Section, int]] = []
+    strays: list[Section] = []  # left in another thread, to be closed by the main one
+    ring_count = 0
+    flags = 0
+
+    class Section:
+        """A named stretch of work: a context manager that can be entered again and nested, and a decorator."""
+
+        __slots__ = ("count", "count_at", "name", "name_id")
+
+        def __init__(self, name: str, name_id: int) -> None:
+            self.name = name
+            self.name_id = name_id
+            self.count_at = base + S_NAME_COUNTS + name_id
+            self.count = words[self.count_at]
+
+        def __enter__(self) -> None:
+            nonlocal depth, head
+            if get_ident() != main:
+                enter_elsewhere(self)
+                return
+            now = monotonic_ns() - base_ns
+            # No call below: in CPython from 3.11 on no signal handler and no other thread runs before the return.
+            at = depth
+            if at >= LANE_DEPTH:
+                enter_deep(self, now)
+                return
+            depth = at + 1
+            owners[at] = self
+            since[at] = now
+            words[entries_at + at] = now << 8 | self.name_id
+            head += 257  # one more change, one deeper
+            words[head_at] = head
+
+        def __exit__(self, kind: object, value: object, trace: object) -> None:
+            nonlocal depth, head, ring_count
+            if get_ident() != main:
+                exit_elsewhere(self)
+                return
+            now = monotonic_ns() - base_ns
+            at = depth - 1
+            if owners[at] is not self:
+                exit_out_of_order(self, now)
+                return
+            depth = at
+            head += 255  # one more change, one less deep
+            words[head_at] = head
+            words[ring_at + (ring_count & ring_mask)] = now - since[at] << 8 | self.name_id
+            ring_count += 1
+            words[ring_count_at] = ring_count
+            self.count += 1
+            words[self.count_at] = self.count
+            words[change_at] = now
+
+        def __call__(self, function: Any) -> Any:
+            return decorate(self, function)
+
+        def __reduce__(self) -> Any:
+            return section, (self.name,)  # in a spawned data-loader worker it becomes the section that does nothing
+
+        def __repr__(self) -> str:
+            return f"<section {self.name}>"
+
+    class Checkpointing(Section):
+        """The section whose completions are counted apart."""
+
+        __slots__ = ()
+
+        def __exit__(self, kind: object, value: object, trace: object) -> None:
+            Section.__exit__(self, kind, value, trace)
+            if not is_forked:
+                words[base + S_CKPT_DONE] = self.count
+
+    class EndOfSetup(Section):
+        """``setup`` or ``step`` as opened by the script: its first entry ends the implicit ``setup``."""
+
+        __slots__ = ()
+
+        def __enter__(self) -> None:
+            self.__class__ = Section  # type: ignore[assignment]
+            close_setup()
+            Section.__enter__(self)
+
+    def record(done: Section, duration: int, now: int) -> None:
+        nonlocal ring_count
+        words[ring_at + (ring_count & ring_mask)] = duration << 8 | done.name_id
+        ring_count += 1
+        words[ring_count_at] = ring_count
+        done.count += 1
+        words[done.count_at] = done.count
+        words[change_at] = now
+
+    # -- main lane, less common ways -----------------------------------------------------------------------------------
+    def enter_deep(entered: Section, now: int) -> None:
+        nonlocal depth
+        depth = LANE_DEPTH + 1
+        deep.append((entered, now))
+        words[dropped_at] += 1
+
+    def exit_out_of_order(left: Section, now: int) -> bool:
+        """Remove the newest entry of *left*; False when there is none."""
+        nonlocal depth, head
+        for place in range(len(deep) - 1, -1, -1):
+            if deep[place][0] is left:
+                record(left, now - deep.pop(place)[1], now)
+                if not deep:
+                    depth = LANE_DEPTH
+                return True
+        shown = min(depth, LANE_DEPTH)
+        for place in range(shown - 1, -1, -1):
+            if owners[place] is left:
+                break
+        else:
+            return False
+        duration = now - since[place]
+        # The reader compares heads, so the entries that move are first taken out of sight, then moved, then shown.
+        head += 256 - (shown - place)
+        words[head_at] = head
+        for at in range(place, shown - 1):
+            owners[at] = owners[at + 1]
+            since[at] = since[at + 1]
+            words[entries_at + at] = words[entries_at + at + 1]
+        kept = shown - 1
+        if deep:  # one of those too deep to be shown moves up
+            owner, entered_at = deep.pop(0)
+            owners[kept], since[kept] = owner, entered_at
+            words[entries_at + kept] = entered_at << 8 | owner.name_id
+            kept += 1
+        depth = kept + (1 if deep else 0)
+        head += 256 + (kept - place)
+        words[head_at] = head
+        record(left, duration, now)
+        return True
+
+    def close_strays() -> None:
+        while strays:
+            exit_out_of_order(strays.pop(), monotonic_ns() - base_ns)
+
+    # -- other threads -------------------------------------------------------------------------------------------------
+    free_lanes = list(range(LANES - 1, 0, -1))
+    heads = [0] * LANES
+
+    class ThreadLane:
+        """The open sections of one thread other than the main one, shown in a lane while there is one."""
+
+        __slots__ = ("lane", "native_id", "open")
+
+        def __init__(self) -> None:
+            self.lane = 0  # 0: none
+            self.native_id = get_native_id()
+            self.open: list[tuple[Section, int]] = []
+
+        def show(self) -> None:
+            at = base + S_LANES + self.lane * LANE_WORDS
+            shown = self.open[:LANE_DEPTH]
+            heads[self.lane] = (heads[self.lane] >> 8) + 1 << 8
+            words[at] = heads[self.lane]
+            words[at + 1] = self.native_id
+            for place, (owner, entered_at) in enumerate(shown):
+                words[at + 2 + place] = entered_at << 8 | owner.name_id
+            heads[self.lane] += 256 + len(shown)
+            words[at] = heads[self.lane]
+
+        def enter(self, entered: Section, now: int) -> None:
+            if not self.lane and not self.open:
+                try:
+                    self.lane = free_lanes.pop()  # one atomic operation, no lock
+                except IndexError:
+                    self.lane = 0
+            self.open.append((entered, now))
+            if not self.lane or len(self.open) > LANE_DEPTH:
+                words[dropped_at] += 1
+            else:
+                self.show()
+
+        def exit(self, left: Section, now: int) -> bool:
+            for place in range(len(self.open) - 1, -1, -1):
+                if self.open[place][0] is left:
+                    record(left, now - self.open.pop(place)[1], now)
+                    if self.lane:
+                        self.show()
+                        if not self.open:
+                            self.give_lane_back()
+                    return True
+            return False
+
+        def give_lane_back(self) -> None:
+            lane, self.lane = self.lane, 0
+            free_lanes.append(lane)
+
+        def __del__(self) -> None:  # the thread has ended
+            if self.lane and not is_forked:
+                self.open.clear()
+                self.show()
+                self.give_lane_back()
+
+    local = _local()
+
+    def enter_elsewhere(entered: Section) -> None:
+        if is_forked:
+            return
+        mine = getattr(local, "lane", None)
+        if mine is None:
+            mine = local.lane = ThreadLane()
+        mine.enter(entered, monotonic_ns() - base_ns)
+
+    def exit_elsewhere(left: Section) -> None:
+        if is_forked:
+            return
+        mine = getattr(local, "lane", None)
+        if (mine is None or not mine.exit(left, monotonic_ns() - base_ns)) and len(strays) < 64:
+            strays.append(left)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+    sections: dict[str, Section] = {}
+    ids: dict[bytes, int] = {name_bytes(OTHER): 0}
+    new_name = allocate_lock()
+
+    def id_of(name: str) -> int:
+        text = name_bytes(name)
+        known = ids.get(text)
+        if known is not None:
+            return known
+        new_id = len(ids)
+        if new_id >= NAMES:
+            return 0
+        at = base + S_NAME_TABLE + new_id * NAME_BYTES // 8
+        for place in range(NAME_BYTES // 8):
+            words[at + place] = int.from_bytes(text[8 * place : 8 * place + 8], sys.byteorder)
+        ids[text] = new_id
+        words[base + S_NAMES] = new_id + 1
+        return new_id
+
+    def make_section(name: str) -> Section:
+        if is_forked or len(sections) >= _CACHED_NAMES:
+            return other
+        if not isinstance(name, str):
+            return make_section(str(name))
+        with new_name:
+            made = sections.get(name)
+            if made is None:
+                name_id = id_of(name)
+                if name_id == 0:
+                    made = other
+                elif name == "checkpointing":
+                    made = Checkpointing(name, name_id)
+                elif name in ("setup", "step"):
+                    made = EndOfSetup(name, name_id)
+                else:
+                    made = Section(name, name_id)
+                sections[name] = made
+            return made
+
+    def section(name: str) -> Section:
+        try:
+            return sections[name]
+        except (KeyError, TypeError):
+            return make_section(name)
+
+    # -- the implicit section -----------------------------------------------------------------------------------------
+    setup: Section | None = None  # not the one the script gets, so that the two can be told apart
+
+    def close_setup() -> None:
+        nonlocal setup
+        if setup is not None:
+            mine, setup = setup, None
+            if get_ident() == main:
+                exit_out_of_order(mine, monotonic_ns() - base_ns)
+            else:
+                strays.append(mine)
+
+    # -- steps, beats, stop --------------------------------------------------------------------------------------------
+    beats = 0
+    stop_calls = 0
+    steps_done = 0
+    last_step = -1
+    last_step_ns = 0
+    is_explicit = False
+    is_finished = False
+    rearm_at_ns = NEVER_NS
+    on_late: Callable[[int], int] | None = None
+    on_first_step: Callable[[], None] | None = None
+    on_third_step: Callable[[], None] | None = None
+    on_step: Callable[[int], None] | None = None
+
+    def mark_step(step: int) -> None:
+        nonlocal steps_done, last_step, last_step_ns, rearm_at_ns
+        now = monotonic_ns() - base_ns
+        if steps_done:
+            words[step_ring_at + (steps_done - 1 & step_ring_mask)] = now - last_step_ns
+            words[base + S_STEP_RING_COUNT] = steps_done
+        steps_done += 1
+        last_step = step
+        last_step_ns = now
+        words[base + S_STEP] = step + 1
+        words[base + S_STEP_AT] = now
+        words[base + S_STEPS_DONE] = steps_done
+        if strays:
+            close_strays()
+        if now >= rearm_at_ns and on_late is not None:
+            rearm_at_ns = on_late(now)
+        if steps_done <= 3:
+            mark_early_step(now)
+        if on_step is not None:
+            on_step(step)
+
+    def mark_early_step(now: int) -> None:
+        nonlocal on_first_step
+        if steps_done == 1:
+            words[base + S_FIRST_STEP_AT] = now
+            close_setup()
+            if on_first_step is not None:
+                call, on_first_step = on_first_step, None
+                call()
+        elif steps_done == 3 and on_third_step is not None:
+            on_third_step()
+
+    def step(i: int) -> None:
+        nonlocal is_explicit, steps_done
+        if is_forked:
+            return
+        try:
+            number = int(i)
+        except (TypeError, ValueError, OverflowError):
+            number = -1
+        if not 0 <= number < 1 << 62:
+            beat()
+            return
+        if not is_explicit:
+            is_explicit = True
+            set_flag(F_EXPLICIT_STEPS | F_STEP_IS_GLOBAL)
+            if steps_done == 1:
+                steps_done = 0  # the optimizer hook has already counted this very step
+        mark_step(number)
+
+    def step_seen(number: int | None) -> None:
+        if is_forked:
+            return
+        if is_explicit:
+            beat()
+        else:
+            mark_step(last_step + 1 if number is None else number)
+
+    def beat() -> None:
+        nonlocal beats, rearm_at_ns
+        if is_forked:
+            return
+        now = monotonic_ns() - base_ns
+        beats += 1
+        words[beats_at] = beats
+        words[beat_time_at] = now
+        if now >= rearm_at_ns and on_late is not None:
+            rearm_at_ns = on_late(now)
+
+    def should_stop() -> bool:
+        nonlocal stop_calls
+        if is_forked:
+            return False
+        if not stop_calls:
+            set_flag(F_USES_SHOULD_STOP)
+        stop_calls += 1
+        words[base + S_STOP_CALLS] = stop_calls
+        return 0 < words[H_STOP_AT_CALL] <= stop_calls
+
+    def set_flag(flag: int) -> None:
+        nonlocal flags
+        flags |= flag
+        if not is_forked:
+            words[base + S_FLAGS] = flags
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+    def finish() -> None:
+        nonlocal is_finished
+        if is_forked or is_finished:
+            return
+        is_finished = True
+        words[base + S_FINISHED] = max(monotonic_ns() - base_ns, 1)
+        close_setup()
+        section("teardown").__enter__()
+
+    def forked() -> None:
+        nonlocal is_forked, main
+        is_forked = True
+        main = 0  # no thread has it: every section goes the way of other threads, which looks at is_forked
+
+    def observe(
+        *,
+        first_step: Callable[[], None] | None = None,
+        third_step: Callable[[], None] | None = None,
+        each_step: Callable[[int], None] | None = None,
+        late: Callable[[int], int] | None = None,
+        late_from_ns: int = NEVER_NS,
+    ) -> None:
+        nonlocal on_first_step, on_third_step, on_step, on_late, rearm_at_ns
+        on_first_step = first_step or on_first_step
+        on_third_step = third_step or on_third_step
+        on_step = each_step or on_step
+        if late is not None:
+            on_late, rearm_at_ns = late, late_from_ns
+
+    def open_sections() -> list[tuple[int, str, float]]:
+        now = monotonic_ns() - base_ns
+        names = {made.name_id: made.name for made in list(sections.values())}
+        names[0], names[setup_id] = OTHER, "setup"
+        out = []
+        for lane in range(LANES):
+            at = base + S_LANES + lane * LANE_WORDS
+            entries = words[at + 2 : at + 2 + min(words[at] & 0xFF, LANE_DEPTH)].tolist()
+            out += [(lane, names.get(entry & 0xFF, OTHER), (now - (entry >> 8)) / 1e9) for entry in entries]
+        return out
+
+    words[base + S_OWNER_PID] = 0
+    words[base : base + SLOT_WORDS] = memoryview(bytes(8 * SLOT_WORDS)).cast("Q")
+    words[base + S_NAMES] = 1
+    words[base + S_ATTEMPT] = attempt
+    words[base + S_RANK] = rank
+    words[base + S_LANES + 1] = pid
+    other = Section(OTHER, 0)
+    setup_id = id_of("setup")
+    setup = Section("setup", setup_id)
+    setup.__enter__()
+    words[base + S_ATTACHED] = max(monotonic_ns() - base_ns, 1)
+    words[base + S_OWNER_PID] = pid
+
+    marks = Marks()
+    for public in (section, step, beat, should_stop):
+        public.__module__ = "steadyrun.watch"
+        public.__qualname__ = public.__name__
+    marks.section = section
+    marks.step = step
+    marks.beat = beat
+    marks.should_stop = should_stop
+    marks.is_active = lambda: not is_forked
+    marks.step_seen = step_seen
+    marks.has_explicit_steps = lambda: is_explicit
+    marks.last_step = lambda: last_step if steps_done else None
+    marks.finish = finish
+    marks.set_flag = set_flag
+    marks.open_sections = open_sections
+    marks.forked = forked
+    marks.observe = observe
+    marks.now_ns = lambda: monotonic_ns() - base_ns
+    return marks

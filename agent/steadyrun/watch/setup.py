@@ -1,0 +1,102 @@
+"""What a rank or a standby is told by its agent, read from JSON."""
+
+from __future__ import annotations
+
+from steadyrun.watch.jsontext import parse
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["Orders", "RankSetup", "StandbySetup"]
+
+
+class RankSetup:
+    """STEADYRUN_SETUP: which slot of which board is this rank's, and where its evidence goes.
+
+    Attributes:
+        board: path of the board's file.
+        deadman_s: stacks are written when no step and no beat came for so long; 0 or less: never.
+        faults: a fault plan, or empty.
+        loaded_report: file for ``LoadedReport``, or None.
+        stack_signal: number of the signal that makes the rank write its stacks.
+    """
+
+    __slots__ = (
+        "attempt",
+        "board",
+        "deadman_s",
+        "faults",
+        "loaded_report",
+        "rank",
+        "rank_dir",
+        "run_id",
+        "slot",
+        "stack_signal",
+    )
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        """Raises KeyError, TypeError or ValueError when a field is missing or of a wrong type."""
+        self.board = str(data["board"])
+        self.slot = int(data["slot"])
+        self.rank = int(data["rank"])
+        self.attempt = int(data["attempt"])
+        self.rank_dir = str(data["rank_dir"])
+        self.deadman_s = float(data.get("deadman_s") or 0)
+        self.faults = str(data.get("faults") or "")
+        self.run_id = str(data.get("run_id", ""))
+        report = data.get("loaded_report")
+        self.loaded_report = str(report) if report else None
+        self.stack_signal = int(data.get("stack_signal") or 0)
+
+    @classmethod
+    def parse(cls, text: str) -> RankSetup:
+        return cls(parse(text))
+
+
+class StandbySetup:
+    """STEADYRUN_STANDBY: what to import, and where orders come from.
+
+    Attributes:
+        fd: orders are read here; end-of-file means: leave.
+        ready_fd: a byte goes here once everything is imported; -1: nobody wants to know.
+        preload: modules to import, in order.
+        preset_env: variables to set during the imports; None: unset.
+    """
+
+    __slots__ = ("fd", "preload", "preset_env", "ready_fd")
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.fd = int(data["fd"])
+        self.ready_fd = int(data.get("ready_fd", -1))
+        self.preload = [str(name) for name in data.get("preload") or ()]
+        preset = data.get("preset_env") or {}
+        self.preset_env = {str(k): None if v is None else str(v) for k, v in preset.items()}
+
+    @classmethod
+    def parse(cls, text: str) -> StandbySetup:
+        return cls(parse(text))
+
+
+class Orders:
+    """One line that makes a standby a rank.
+
+    Attributes:
+        env: the whole environment the script is to see.
+        setup: as in STEADYRUN_SETUP.
+        stdout, stderr: files to append to, or None to keep what the standby has.
+        cwd: working folder, or None to keep it.
+    """
+
+    __slots__ = ("cwd", "env", "setup", "stderr", "stdout")
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.env = {str(k): str(v) for k, v in data["env"].items()}
+        self.setup = RankSetup(data["setup"])
+        self.stdout, self.stderr, self.cwd = (
+            None if data.get(key) is None else str(data[key]) for key in ("stdout", "stderr", "cwd")
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Orders:
+        return cls(parse(text))

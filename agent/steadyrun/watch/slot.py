@@ -1,0 +1,92 @@
+"""The rank's mapping of the board, and whether the slot may be claimed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from mmap import mmap
+
+from steadyrun.core.layout import H_BASE_NS, H_SLOTS, HEADER_WORDS, S_OWNER_PID, SLOT_WORDS, fits
+
+__all__ = ["Slot", "SlotError", "move_high"]
+
+HIGH_FD = 200  # a script's own files get the numbers they would have without us
+
+
+class SlotError(Exception):
+    """There is no slot for this process: the text says why."""
+
+
+class Slot:
+    """One rank's part of the mapped board.
+
+    The mapping outlives the file: an agent that is gone, or has removed it, is not noticed here.
+
+    Attributes:
+        words: the whole board as writable unsigned 64-bit words.
+        base: index of the slot's first word.
+        base_ns: the board's time base.
+    """
+
+    __slots__ = ("base", "base_ns", "words")
+
+    def __init__(self, path: str, number: int) -> None:
+        """Raises OSError when there is no such file, SlotError when it holds no such slot."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size_bytes = os.fstat(fd).st_size
+            words = memoryview(_map(fd, size_bytes)).cast("Q")
+        finally:
+            os.close(fd)
+        if not fits(words, size_bytes):
+            raise SlotError(f"{path} is not a board of this version of steadyrun")
+        if not 0 <= number < words[H_SLOTS]:
+            raise SlotError(f"the board has {words[H_SLOTS]} slots, no slot {number}")
+        self.words = words
+        self.base = HEADER_WORDS + number * SLOT_WORDS
+        self.base_ns = words[H_BASE_NS]
+
+    def check_free(self) -> None:
+        """Raises SlotError when another live process has claimed the slot.
+
+        That happens where a rank's program starts several interpreters (a shell script, say) and the in-rank side has
+        got into more than one: the first has the slot.
+        """
+        owner = self.words[self.base + S_OWNER_PID]
+        if owner in (0, os.getpid()):
+            return
+        try:
+            os.kill(owner, 0)
+        except ProcessLookupError:
+            return
+        except OSError:
+            pass
+        raise SlotError(f"process {owner} has this rank's slot")
+
+
+def _map(fd: int, size_bytes: int) -> mmap:
+    """Map the file. Until Python 3.13 a mapping keeps a duplicate of the descriptor: give it a high number."""
+    fillers: list[int] = []
+    try:
+        try:
+            while not fillers or fillers[-1] < HIGH_FD:
+                fillers.append(os.dup(fd))
+        except OSError:  # a low limit on open files: then the number is low
+            for filler in fillers[-4:]:
+                os.close(filler)
+            del fillers[-4:]
+        return mmap(fd, size_bytes)
+    finally:
+        for filler in fillers:
+            os.close(filler)
+
+
+def move_high(fd: int) -> int:
+    """The same file under a high number, close-on-exec; *fd* is closed."""
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
+    except OSError:
+        os.set_inheritable(fd, False)
+        return fd
+    os.close(fd)
+    return int(high)

@@ -1,0 +1,108 @@
+"""What is learned from an unmodified script's use of torch: its optimizer steps and its checkpoints.
+
+Steps come from torch's own global hook. For checkpoints ``save`` and ``async_save`` are wrapped where they are defined,
+before the package hands them out, so that ``from torch.distributed.checkpoint import save`` gets the wrapper too. Torch
+logs both as events (``_dcp_method_logger``), which would need no wrapper; but a script that calls ``logging.disable``
+on all ranks but one, as many do, would hide its checkpoints on these.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from steadyrun.core.layout import F_STEP_IS_GLOBAL
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from steadyrun.watch.marks import Marks, SectionLike
+
+__all__ = ["OptimizerSteps", "wrap_checkpointing"]
+
+OPTIMIZER_MODULE = "torch.optim.optimizer"
+CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict_saver"
+_PATIENCE = 1000  # steps of others after which the optimizer that marks is taken for no longer used
+
+
+class OptimizerSteps:
+    """Marks a step for each step of one optimizer: the first that is seen.
+
+    Further optimizers (a GAN's second, one per parameter, the one inside a ZeroRedundancyOptimizer) only beat. When the
+    first is gone, or has not stepped for a thousand steps of others, the next one seen marks.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._marker: Callable[[], Any] = lambda: None  # a weak reference
+        self._others = 0
+        self._is_first = True
+
+    def install(self, module: Any) -> None:
+        """Register with ``torch.optim.optimizer``."""
+        module.register_optimizer_step_post_hook(self.on_step)
+
+    def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """torch's hook, after each ``step`` of any optimizer."""
+        if self._marker() is not optimizer and not self._take(optimizer):
+            self._marks.beat()
+            return
+        self._others = 0
+        number = None
+        if self._is_first:
+            self._is_first = False
+            done = steps_in_state(optimizer)
+            if done is not None and done > 0:
+                number = done - 1
+                self._marks.set_flag(F_STEP_IS_GLOBAL)
+        self._marks.step_seen(number)
+
+    def _take(self, optimizer: Any) -> bool:
+        self._others += 1
+        if self._marker() is not None and self._others <= _PATIENCE:
+            return False
+        from _weakref import ref
+
+        self._marker = ref(optimizer)
+        return True
+
+
+def steps_in_state(optimizer: Any) -> int | None:
+    """How many steps the optimizer's state says were made in the life of the model; None where it does not say.
+
+    A tensor on a device is left alone: reading it would wait for the device.
+    """
+    try:
+        for state in optimizer.state.values():
+            step = state.get("step")
+            if step is None:
+                continue
+            device = getattr(step, "device", None)
+            if device is not None and device.type != "cpu":
+                return None
+            return int(step)
+    except Exception:  # state is what the optimizer's author makes of it
+        return None
+    return None
+
+
+def wrap_checkpointing(section: Callable[[str], SectionLike]) -> Callable[[Any], None]:
+    """For ``state_dict_saver``, once it is imported: its saves are inside the section ``checkpointing``.
+
+    Of ``async_save`` that is what the caller waits for; the thread that uploads calls ``save`` and is seen by that.
+    """
+    checkpointing = section("checkpointing")
+
+    def wrap(module: Any) -> None:
+        package = sys.modules.get(module.__name__.rpartition(".")[0])
+        for name in ("save", "async_save"):
+            original = getattr(module, name, None)
+            if original is None:
+                continue
+            wrapped = checkpointing(original)
+            setattr(module, name, wrapped)
+            if getattr(package, name, None) is original:  # the package was imported before us
+                setattr(package, name, wrapped)
+
+    return wrap
