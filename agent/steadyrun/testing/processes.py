@@ -72,6 +72,15 @@ class FakeProcessTable:
         self.signals: list[tuple[int, int]] = []  # (pid, signal) in order, for assertions
         self.spawned: list[SpawnSpec] = []
 
+    def script(self, rank: int, attempt: int, life: Life) -> None:
+        """Set what the next process of this rank and attempt does."""
+        self._lives[rank, attempt] = life
+
+    def attempt_of(self, pid: int) -> tuple[int, int]:
+        """(rank, attempt) that *pid* belongs to now."""
+        process = self._processes[pid]
+        return process.rank, process.attempt
+
     def spawn(self, spec: SpawnSpec) -> int:
         life = self._lives.get((spec.rank, spec.attempt), Life())
         if life.fails_to_start:
