@@ -64,7 +64,7 @@ def run_doctor(args: argparse.Namespace, console: Console) -> int:
         rows = [{"group": g, **_json(c)} for g, c in found]
         console.json({"schema": SCHEMA, "ok": not count[Level.FAIL], "checks": rows})
     else:
-        text = f"{count[Level.OK]} ok, {count[Level.WARN]} to know of, {count[Level.FAIL]} to repair"
+        text = f"{count[Level.OK]} ok, {count[Level.WARN]} warnings, {count[Level.FAIL]} to repair"
         console.print(f"\n{text} ({duration(time.monotonic() - begun_s)})")
     return 1 if count[Level.FAIL] else 0
 

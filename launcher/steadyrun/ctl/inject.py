@@ -68,7 +68,7 @@ def run_inject(args: argparse.Namespace, console: Console) -> int:
     attempt = _live_attempt(run, args.rank)
     reply = ask_rank(run.socket(attempt, args.rank), {"cmd": "inject", "fault": text}, args.rank)
     problem = reply.get("error")
-    answers = _answers(reply)
+    answers = [str(a) for a in reply.get("answers", ())]
     if args.json:
         console.json(
             {
@@ -88,16 +88,6 @@ def run_inject(args: argparse.Namespace, console: Console) -> int:
             console.print(plain(answer))
         console.print(console.styled(f"attempt {attempt} of {run.root}; watch it with: steadyctl status", "dim"))
     return 2 if problem else 0
-
-
-def _answers(reply: Mapping[str, Any]) -> list[str]:
-    for key in ("answers", "answer", "injected", "result"):
-        found = reply.get(key)
-        if isinstance(found, str):
-            return [found]
-        if isinstance(found, (list, tuple)):
-            return [str(a) for a in found]
-    return []
 
 
 def _live_attempt(run: RunFolder, rank: int) -> int:

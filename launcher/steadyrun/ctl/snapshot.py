@@ -135,7 +135,7 @@ def look_at(run: RunFolder, now_s: float | None = None, now_unix_s: float | None
         state=state,
         command=str(first.get("command", "")),
         world_size=max([int(live.data.get("world_size") or 0) for live in lives], default=0),
-        restarts=max([int(live.data.get("restarts") or 0) for live in lives], default=0),
+        restarts=max([int(live.data.get("restarts") or 0) for live in lives] + log.attempts()[-1:], default=0),
         started_at_unix_s=first.get("started_at_unix_s", log.started_at_unix_s),
         ended_at_unix_s=ended,
         nodes=nodes,

@@ -127,7 +127,8 @@ def _head(look: RunLook, console: Console, now_unix_s: float) -> list[str]:
     until = look.ended_at_unix_s if look.ended_at_unix_s is not None else now_unix_s
     parts = [console.styled(look.state, colour)]
     if look.started_at_unix_s is not None and look.state != "lost":
-        parts.append(("for " if look.state == "live" else "after ") + duration(until - look.started_at_unix_s))
+        word = "for" if look.state == "live" else "after"
+        parts[0] += f" {word} {duration(until - look.started_at_unix_s)}"
     if look.world_size:
         parts.append(f"{look.world_size} rank{'s' * (look.world_size != 1)}")
     if look.state == "live" and look.nodes:

@@ -27,17 +27,19 @@ t = time.monotonic()
 import torch
 import torch.distributed as dist
 took_s = time.monotonic() - t
-problems = None
+problems = []
 try:
-    from steadyrun.launcher.elastic import check_seams
-    problems = [str(p) for p in check_seams()]
-except ImportError as e:
-    seams_error = str(e)
-else:
-    seams_error = ""
+    import steadyrun.launcher.elastic as seams
+    import torch.distributed.run as run
+    names = ("run", "get_args_parser", "elastic_launch")
+    problems = [f"torch.distributed.run has no {n}" for n in names if not hasattr(run, n)]
+    if hasattr(seams, "check_seams"):
+        problems += [str(p) for p in seams.check_seams()]
+except (ImportError, AttributeError) as e:
+    problems = [str(e)]
 backends = [b for b in ("gloo", "nccl", "mpi") if dist.is_available() and getattr(dist, f"is_{b}_available")()]
 print(json.dumps({"version": torch.__version__, "took_s": took_s, "distributed": dist.is_available(),
-                  "backends": backends, "cuda": torch.version.cuda, "problems": problems, "seams_error": seams_error}))
+                  "backends": backends, "cuda": torch.version.cuda, "problems": problems}))
 """
 
 
@@ -112,10 +114,8 @@ def _torch(host: Host) -> list[Check]:
         out = [fail("torch", text, f"steadyrun needs torch {oldest} or newer")]
     else:
         out = [ok("torch", text)]
-    if told["problems"] is None:
-        out.append(warn("torch seams", f"not checked: {told['seams_error']}", "reinstall steadyrun"))
-    elif told["problems"]:
-        advice = "use a torch between 2.6 and 2.14, or report it: --no-python runs still work with torchrun"
+    if told["problems"]:
+        advice = "steadyrun is made for torch 2.6 to 2.14: use one of these, or torchrun until steadyrun knows yours"
         out.append(fail("torch seams", "; ".join(told["problems"]), advice))
     else:
         out.append(ok("torch seams", "what the launcher builds on is as expected"))
