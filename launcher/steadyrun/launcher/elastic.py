@@ -8,6 +8,7 @@ name used here.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import os
 import signal
@@ -52,6 +53,7 @@ from steadyrun.core.runfolder import RunFolder
 from steadyrun.launcher.cli import NotGiven
 from steadyrun.launcher.env import Destination, JobFacts, LogRules, LogsDest, RankCommand, RoleRank, TorchRankLauncher
 from steadyrun.launcher.limits import limits_of
+from steadyrun.launcher.seams import SEAMS, problems_of
 from steadyrun.launcher.signals import SignalInbox, parse_signals
 from steadyrun.node.loop import NodeAgent, NodeSpec, Outcome, RankFailure
 from steadyrun.node.ports import Membership, RendezvousFailedError, RendezvousOverError
@@ -66,6 +68,7 @@ __all__ = [
     "SignalException",
     "SteadyAgent",
     "SteadyLaunch",
+    "check_seams",
     "launched_by_us",
     "record",
 ]
@@ -90,12 +93,11 @@ class RanksFailedError(ChildFailedError):
         name: str,
         failures: dict[int, ProcessFailure],
         outcome: Outcome | None,
-        log_files: Mapping[int, Path],
+        run_folder: Path | None,
     ) -> None:
-        """*log_files*: by rank, the file that its stderr went to, where there is one."""
         self.outcome = outcome
         self.failures = failures
-        self.log_files = log_files
+        self.run_folder = run_folder
         super().__init__(name, failures)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
@@ -218,7 +220,7 @@ class SteadyLaunch:
                     assert agent.outcome is not None
                     raise RunEndedError(agent.outcome)
                 name = _name_of(self._entrypoint, spec.args)
-                raise RanksFailedError(name, result.failures, agent.outcome, agent.log_files)
+                raise RanksFailedError(name, result.failures, agent.outcome, agent.run_folder)
             return dict(result.return_values)
         except (SignalException, RunEndedError):
             _record_event(agent.get_event_failed(), spec)
@@ -439,7 +441,7 @@ class SteadyAgent(LocalElasticAgent):
         self._fresh_store: WorkerStore | None = None
         self.job_is_over = True
         self.outcome: Outcome | None = None
-        self.log_files: Mapping[int, Path] = {}
+        self.run_folder: Path | None = None
 
     def run(self, role: str = "default") -> Any:
         """Join, run, restart and end; see ``ElasticAgent.run``.
@@ -547,7 +549,7 @@ class SteadyAgent(LocalElasticAgent):
                 console.close()
             stopped_by = signals.last_stop
         self.outcome = outcome
-        self.log_files = launcher.stderr_files()
+        self.run_folder = folder.root
         self._total_execution_time = int(time.monotonic() - started_s)
         self._remaining_restarts = max(given - outcome.restarts, 0)
         return self._result(outcome, stopped_by)
@@ -670,3 +672,15 @@ def _has_any(needles: Sequence[str], line: str) -> bool:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def check_seams() -> list[str]:
+    """What has moved in the installed torch, one line each; see ``steadyrun.launcher.seams``."""
+    return problems_of({name: _imported(name) for name in {seam.module for seam in SEAMS}})
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

@@ -244,7 +244,6 @@ class TorchRankLauncher:
         self._on_destinations = on_destinations
         self._roles: Mapping[int, RoleRank] = {}
         self._planned: int | None = None
-        self._ranks: tuple[int, ...] = ()
         self._envs: dict[int, dict[str, str]] = {}
         self._destinations: dict[int, tuple[Destination, Destination]] = {}
         self._error_files: dict[tuple[int, int], str] = {}
@@ -309,11 +308,6 @@ class TorchRankLauncher:
         """By local rank: where stdout and stderr of the attempt go; empty for an attempt not planned yet."""
         return dict(self._destinations) if attempt == self._planned else {}
 
-    def stderr_files(self) -> dict[int, Path]:
-        """By global rank, the files that stderr of the newest attempt went to."""
-        files = {rank: self._destinations[local_rank][1].path for local_rank, rank in enumerate(self._ranks)}
-        return {rank: path for rank, path in files.items() if path is not None}
-
     def console_names(self, attempt: int) -> Mapping[int, tuple[Path | None, Path | None]]:
         return {
             local_rank: (out.path if out.follow else None, err.path if err.follow else None)
@@ -331,7 +325,6 @@ class TorchRankLauncher:
         }
         dest = self._logs.reify(envs)
         self._envs = envs
-        self._ranks = membership.ranks
         self._destinations = {}
         for local_rank, rank in enumerate(membership.ranks):
             rank_dir = attempt_dir / f"rank_{rank}"

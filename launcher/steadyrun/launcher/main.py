@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console_main", "main", "parse_args", "run"]
 
-TAIL_LINES: Final = 12
-TAIL_BYTES: Final = 16_384
+TRACEBACK_LINES: Final = 12
 TORCHRUN_FAILED: Final = 1
 
 
@@ -147,7 +146,7 @@ def _class_of(error: RanksFailedError) -> ExitClass:
 
 # -- what a person is told -------------------------------------------------------------------------------------------
 def failure_lines(error: RanksFailedError) -> list[str]:
-    """A short block: which rank failed first, how, where its error file is, and the last it said."""
+    """A short block: which rank failed first and how, where its error file is, and where to read on."""
     rank, first = error.get_first_failure()
     reason = error.outcome.reason if error.outcome is not None else ""
     lines = [f"steadyrun: {error.name} failed" + (f": {reason}" if reason else "")]
@@ -155,20 +154,16 @@ def failure_lines(error: RanksFailedError) -> list[str]:
     lines.append(f"  time: {datetime.fromtimestamp(first.timestamp).isoformat(sep=' ')}")
     if os.path.isfile(first.error_file):
         lines.append(f"  error file: {first.error_file}")
-    said = _recorded_traceback(first.message)
-    if said:
-        lines.append("  traceback of the rank:")
-    else:
-        log_file = error.log_files.get(rank)
-        said = _tail(log_file) if log_file is not None else []
-        if said:
-            lines.append(f"  last lines of {log_file}:")
-    lines.extend(f"    {line}" for line in said)
+    if error.run_folder is None:  # nobody has told the cause yet
+        said = _recorded_traceback(first.message)
+        lines.extend(["  traceback of the rank:", *(f"    {line}" for line in said)] if said else [])
     others = [f"rank {r} {_ending(f.exitcode)}" for r, f in sorted(error.failures.items()) if r != rank]
     if others:
         lines.append(
             f"  after it: {'; '.join(others[:8])}" + (f"; and {len(others) - 8} more" if len(others) > 8 else "")
         )
+    if error.run_folder is not None:
+        lines.append(f"  more: steadyctl incidents {error.run_folder}")
     return lines
 
 
@@ -187,17 +182,7 @@ def _recorded_traceback(message: object) -> list[str]:
         return []
     extra = message.get("extraInfo")
     text = (extra.get("py_callstack") if isinstance(extra, Mapping) else None) or message.get("message", "")
-    return str(text).rstrip().splitlines()[-TAIL_LINES:]
-
-
-def _tail(file: Path) -> list[str]:
-    try:
-        with file.open("rb") as f:
-            f.seek(max(f.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
-            text = f.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line[:300] for line in text.rstrip().splitlines()[-TAIL_LINES:]]
+    return str(text).rstrip().splitlines()[-TRACEBACK_LINES:]
 
 
 def _say(text: str) -> None:
