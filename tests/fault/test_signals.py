@@ -81,5 +81,5 @@ def test_sighup_ends_a_job_that_was_started_without_nohup(start: JobStarter) -> 
     job.wait_for_step(5, ranks=(0, 1))
     pids = job.pids()
     job.send(signal.SIGHUP)
-    assert job.wait(60) == 86, job.story()
+    assert job.wait(60) == 1, job.story()  # an interrupt by a person; 86 is for SIGTERM, the schedulers' word
     assert not any(is_alive(p) for p in pids.values())
