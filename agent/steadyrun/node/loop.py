@@ -834,9 +834,11 @@ class NodeAgent:
                 self._desk.observe([process.pid])
                 self._record("rank_attached", rank=process.rank, after_s=now_s - process.spawned_s)
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
+        views, attempt = self._views, self._attempt
+        self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
         self._feed(ev.StatesRead(states))
-        self._sampler.sample(now_s, {p.local_rank: (p.rank, self._views[p.rank]) for p in self._ranks.values()})
-        self._feed(ev.BoardRead(self._views))
+        if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet
+            self._feed(ev.BoardRead(views))
 
     def _write_live(self, now_s: float) -> None:
         self._next_live_s = now_s + LIVE_S
