@@ -187,7 +187,8 @@ CAUSES: Final[tuple[Cause, ...]] = (
         r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (?:send|recv)"
         r"|collective operation timeout|Application timeout caused pair closure"
         r"|monitoredBarrier\b.*?(?:timed out|failed)"
-        r"|ProcessGroupNCCL's watchdog got stuck|wait timeout after \d+ms|Heartbeat monitor timed out",
+        r"|successfully reached monitoredBarrier|ProcessGroupNCCL's watchdog got stuck"
+        r"|wait timeout after \d+ms|Heartbeat monitor timed out",
         "a collective waited in vain for other ranks",
         "",
         collateral=True,
@@ -195,7 +196,7 @@ CAUSES: Final[tuple[Cause, ...]] = (
     ),
     _cause(
         "peer_gone",
-        r"connection reset by peer|connection closed by peer|connection was closed by (?:the )?(?:remote|peer)"
+        r"connection (?:reset|closed) by (?:remote )?peer|connection was closed by (?:the )?(?:remote|peer)"
         r"|broken pipe|connection refused|socket closed|failed to recv, got 0 bytes|Software caused connection abort"
         r"|pair\.cc[:\d]*\]? .*(?:closed|reset|connect)|Connection timed out|recvValue failed|sendBytes failed"
         r"|The (?:server|client) socket has failed|failed to connect to .*peer|No route to host|DistNetworkError",
@@ -215,7 +216,8 @@ CAUSES: Final[tuple[Cause, ...]] = (
     ),
     _cause(
         "store_gone",
-        r"DistStoreError|store.*(?:timed out|timeout|wait timeout)|TCPStore.*(?:failed|closed|timeout)"
+        r"DistStoreError|seconds waiting for clients"
+        r"|store.*(?:timed out|timeout|wait timeout)|TCPStore.*(?:failed|closed|timeout)"
         r"|Failed to check the \"should dump\" flag|watchdog thread terminated with exception",
         "the job's store does not answer any more",
         "",

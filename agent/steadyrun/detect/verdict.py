@@ -15,8 +15,8 @@ from typing import Final
 
 from steadyrun.core.causes import Cause, decode_cause, decode_causes
 from steadyrun.core.classes import Action, FaultClass, Mode
-from steadyrun.core.frames import Doing, callsite, main_stack, user_frame
-from steadyrun.core.records import Evidence, Finding, RankEvidence, Verdict
+from steadyrun.core.frames import Doing, activity_of, callsite, main_stack, user_frame
+from steadyrun.core.records import Evidence, ExceptionRecord, Finding, RankEvidence, Verdict
 from steadyrun.detect.exits import CRASH_SIGNALS, describe_exit
 from steadyrun.detect.grouping import Place, group_ranks, name_ranks, place_of, places_sentence
 
@@ -26,6 +26,12 @@ SAME_MOMENT_S: Final = 1.0  # deaths this close count as independent; a later on
 BUSY_CPU_SHARE: Final = 0.5
 IDLE_CPU_SHARE: Final = 0.3
 MAX_MISSING: Final = 40
+LAST_WORDS_LINES: Final = 12
+
+_OWN_CONNECTION_ERRORS: Final = (
+    "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError",
+    "TimeoutError", "OSError", "Timeout", "HTTPError", "URLError",
+)  # fmt: skip
 
 _FILE_WAITS: Final = (
     "nfs", "rpc_wait", "io_schedule", "jbd2", "ext4", "xfs", "btrfs", "fuse", "ceph", "lustre", "ll_", "ptlrpc", "cifs",
@@ -178,14 +184,39 @@ def _case(court: _Court, r: RankEvidence) -> _Case:
         return _Case(r, _Life.FINISHED, place)
     else:
         life, at = _Life.DIED, court.unix_s(r.node, exit_.at_s) or 0.0
+    return _Case(r, life, place, at, _causes_of(court, r, raised))
+
+
+def _causes_of(court: _Court, r: RankEvidence, raised: bool) -> tuple[tuple[Cause, str], ...]:
+    """What the last words mean, heaviest first."""
     if raised and r.exception is not None:
-        own = decode_cause(f"{r.exception.type}: {r.exception.message}")
-        causes = [(own, r.exception.message)] if own is not None else []
-    elif exit_ is not None and exit_.signal == signal.SIGKILL:
-        causes = []  # what it said before is not why it was killed
-    else:
-        causes = decode_causes(r.log_tail)
-    return _Case(r, life, place, at, tuple(causes))
+        cause = decode_cause(f"{r.exception.type}: {r.exception.message}")
+        if cause is None or (cause.collateral and not _speaks_of_peers(court, r.exception)):
+            return ()
+        return ((cause, r.exception.message),)
+    signum = r.exit.signal if r.exit is not None else None
+    causes = decode_causes(_last_words(r.log_tail))
+    if signum is None or signum == signal.SIGABRT:
+        return tuple(causes)
+    # Any other signal ended it in the middle of something: complaints about peers before that were not the end.
+    return tuple(c for c in causes if not c[0].collateral) if signum in CRASH_SIGNALS else ()
+
+
+def _speaks_of_peers(court: _Court, exception: ExceptionRecord) -> bool:
+    """A broken connection counts as another rank's only where torch raised it, not some client of the user's."""
+    if not exception.type.endswith(_OWN_CONNECTION_ERRORS):
+        return True
+    doing = activity_of(exception.frames, court.script).doing
+    return doing in (Doing.COLLECTIVE, Doing.JOINING, Doing.BACKWARD, Doing.UNKNOWN)
+
+
+def _last_words(lines: Sequence[str]) -> Sequence[str]:
+    """From the last traceback or C++ termination on; else the last lines. Survived warnings are left out."""
+    start = max(len(lines) - LAST_WORDS_LINES, 0)
+    for i, line in enumerate(lines):
+        if "Traceback (most recent call last)" in line or line.startswith(("terminate called", "Fatal Python error")):
+            start = i
+    return [line for line in lines[start:] if not line.startswith("[W")]
 
 
 # -- what the trigger itself says ------------------------------------------------------------------------------------
@@ -218,10 +249,15 @@ def _deaths(court: _Court) -> list[Finding]:
     findings = []
     for (cls, _), cases in merged.items():
         finding = _death_finding(court, cls, cases)
-        if cases[0].at_unix_s - first > SAME_MOMENT_S:
+        speechless = not cases[0].causes and cases[0].evidence.exception is None and _code(cases[0]) is not None
+        if cases[0].at_unix_s - first > SAME_MOMENT_S or (speechless and cases[0] is not roots[0]):
             finding = _weaker(finding, 0.5, "after another rank had died already")
         findings.append(finding)
     return findings
+
+
+def _code(case: _Case) -> int | None:
+    return case.evidence.exit.code if case.evidence.exit is not None else None
 
 
 def _same_fault_key(case: _Case) -> str:
@@ -532,8 +568,8 @@ def _apart(court: _Court, sides: list[list[_Case]], where: str) -> Finding:
     """Ranks wait at different call sites: the smaller side left out (or went past) what the larger side waits in."""
     sides = sorted(sides, key=lambda s: (-len(s), -_step(s[0]), s[0].rank))
     even = len(sides[0]) == len(sides[1])
-    if even:  # the side that went on alone is the one that is further
-        sides = sorted(sides[:2], key=lambda s: (_step(s[0]), _line(s[0])))
+    if even:  # backward is where training waits; else the side that is further went on alone
+        sides = sorted(sides[:2], key=lambda s: (s[0].doing is not Doing.BACKWARD, _step(s[0]), _line(s[0])))
     culprits = [c for side in sides[1:] for c in side]
     scene = sides[0][0].place
     return _finding(
