@@ -29,7 +29,7 @@ from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.events import Decision, Limits, NodePhase, RankPhase, RankSlot
 from steadyrun.node.machine.node import NodeMachine
 
-__all__ = ["FAULT_KINDS", "Fault", "GatherMade", "Incident", "Script", "World", "restart_while"]
+__all__ = ["FAULT_KINDS", "Fault", "GatherMade", "Incident", "KillMade", "Script", "World", "restart_while"]
 
 RANK_FAULTS: Final = (
     "kill",  # dies of SIGKILL
@@ -195,6 +195,17 @@ class GatherMade:
 
 
 @dataclass(frozen=True, slots=True)
+class KillMade:
+    """One SIGTERM, or SIGKILL (``is_hard``), that a machine asked for."""
+
+    at_s: float
+    node: int
+    attempt: int
+    rank: int
+    is_hard: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """What a leader knows when it decides."""
 
@@ -304,7 +315,7 @@ class World:
         self.suspects: list[tuple[float, int, Suspicion, str]] = []
         self.gathers: list[GatherMade] = []
         self.stops: list[tuple[float, int, ev.PublishStop]] = []
-        self.kills: list[tuple[float, int, str]] = []
+        self.kills: list[KillMade] = []
         self.commands: list[tuple[float, int, ev.Command]] = []
         self.node_phases: set[tuple[NodePhase, NodePhase]] = set()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -428,10 +439,10 @@ class World:
             case ev.Gather():
                 self._gather(node, command)
             case ev.Terminate(rank=rank):
-                self.kills.append((self.now_s, rank, "terminate"))
+                self.kills.append(KillMade(self.now_s, node.id, node.machine.attempt, rank, is_hard=False))
                 self._terminate(self.ranks[rank])
             case ev.Kill(rank=rank):
-                self.kills.append((self.now_s, rank, "kill"))
+                self.kills.append(KillMade(self.now_s, node.id, node.machine.attempt, rank, is_hard=True))
                 self._kill(self.ranks[rank])
             case ev.AskToStop():
                 if epoch is not None:
@@ -851,9 +862,13 @@ class World:
         assert not alive, f"{alive}\n{self.story()}"
 
     def check_evidence_before_kill(self) -> None:
-        """Each SIGKILL, and each SIGTERM of a stop that is no membership change or pre-emption, came after evidence."""
-        for at_s, rank, how in self.kills:
-            node = next(p.node for p in reversed(self.processes) if p.rank == rank)
-            had = [g for g in self.gathers if g.node == node and g.at_s <= at_s]
-            done = [g for g in had if min(g.done_s, g.at_s + g.command.limit_s) <= at_s]
-            assert how == "terminate" or done, f"rank {rank} was killed at {at_s} without evidence\n{self.story()}"
+        """Each SIGKILL came after evidence of that attempt on that node was complete, or its time was up."""
+        for kill in self.kills:
+            ready_s = [
+                min(g.done_s, g.at_s + g.command.limit_s)
+                for g in self.gathers
+                if (g.node, g.command.attempt) == (kill.node, kill.attempt)
+            ]
+            assert not kill.is_hard or min(ready_s, default=inf) <= kill.at_s, (
+                f"{kill} without evidence\n{self.story()}"
+            )

@@ -251,6 +251,8 @@ class NodeMachine:
         self._interrupts = 0
         self._lost: str | None = None
         self._standbys_started = False
+        self._due_s: float | None = None
+        self._watched_now: list[Watched] | None = None
 
     # -- what others may ask -----------------------------------------------------------------------------------------
     @property
@@ -275,6 +277,11 @@ class NodeMachine:
 
     def next_deadline_s(self) -> float:
         """When this machine must hear a BoardRead and a Tick at the latest; ``inf``: only events change anything."""
+        if self._due_s is None:  # loops ask far more often than anything happens
+            self._due_s = self._earliest_s()
+        return self._due_s
+
+    def _earliest_s(self) -> float:
         a = self._now
         due_s = [r.deadline_s for r in a.ranks.values()]
         match self.phase:
@@ -302,6 +309,9 @@ class NodeMachine:
         Raises:
             InvalidTransition: the event cannot come in this phase.
         """
+        expected_s, self._due_s = self.next_deadline_s(), None
+        if not isinstance(event, (StatesRead, Tick)):
+            self._watched_now = None
         if not isinstance(event, (BoardRead, StatesRead, Tick)):
             self.story.add(now_s, f"{self.phase.value}: {event}")
         out: list[Command] = []
@@ -318,7 +328,7 @@ class NodeMachine:
             case SpawnFailed(rank=rank, reason=reason):
                 self._on_spawn_failed(self._rank(rank, event), reason, now_s, out)
             case BoardRead(views=views):
-                self._on_board(event, views, now_s, out)
+                self._on_board(event, views, now_s, expected_s, out)
             case StatesRead(states=states):
                 self._on_states(event, states, now_s, out)
             case RankExited(rank=rank, code=code):
@@ -414,12 +424,17 @@ class NodeMachine:
 
     # -- watching ----------------------------------------------------------------------------------------------------
     def _on_board(
-        self, event: BoardRead, views: Mapping[int, SlotView | None], now_s: float, out: list[Command]
+        self,
+        event: BoardRead,
+        views: Mapping[int, SlotView | None],
+        now_s: float,
+        expected_s: float,
+        out: list[Command],
     ) -> None:
         if self._is_ignored(event):
             return
         a = self._now
-        if self.phase in LIVE and now_s > self._next_judgement_s() + AWAKE_S:
+        if self.phase in LIVE and now_s > expected_s + AWAKE_S:
             # The agent was stopped, or the whole machine was: the ranks' clocks ran on while they could not. One
             # confirm window is enough for a living rank to show itself.
             a.judge_from_s = now_s + self.limits.confirm_s
@@ -448,14 +463,16 @@ class NodeMachine:
     def _watched(self) -> list[Watched]:
         """Every deadline of every rank that may be doubted."""
         a = self._now
-        return [
-            w
-            for rank in a.ranks.values()
-            if rank.phase in (RankPhase.STARTING, RankPhase.RUNNING)
-            for w in watchdog.watched(self._incarnation(rank), a.watches[rank.rank].view, self.limits)
-        ]
+        if self._watched_now is None:
+            self._watched_now = [
+                w
+                for rank in a.ranks.values()
+                if rank.phase in (RankPhase.STARTING, RankPhase.RUNNING)
+                for w in watchdog.watched(self._incarnation(rank), a.watches[rank.rank].view, self.limits)
+            ]
+        return self._watched_now
 
-    def _due_s(self, w: Watched) -> float:
+    def _judged_from_s(self, w: Watched) -> float:
         return max(w.due_s, self._now.holds.get(w.suspicion, -inf))
 
     def _next_judgement_s(self) -> float:
@@ -469,7 +486,7 @@ class NodeMachine:
             watched = self._watched()
             if a.probe is not None:
                 watched = [w for w in watched if _acts_alone(w)]
-            due_s.append(max(min((self._due_s(w) for w in watched), default=inf), a.judge_from_s))
+            due_s.append(max(min((self._judged_from_s(w) for w in watched), default=inf), a.judge_from_s))
         return min(due_s, default=inf)
 
     def _stopped_due_s(self, w: _RankWatch) -> float:
@@ -511,7 +528,7 @@ class NodeMachine:
         if a.probe is not None:
             self._use_probe(a.probe, watched, now_s, out)
             return
-        late = [w for w in watched if self._due_s(w) <= now_s]
+        late = [w for w in watched if self._judged_from_s(w) <= now_s]
         if not late:
             return
         alone = [w for w in late if _acts_alone(w)]
@@ -537,7 +554,7 @@ class NodeMachine:
 
     def _use_probe(self, probe: _ProbeAsked, watched: list[Watched], now_s: float, out: list[Command]) -> None:
         a = self._now
-        alone = [w for w in watched if _acts_alone(w) and self._due_s(w) <= now_s]
+        alone = [w for w in watched if _acts_alone(w) and self._judged_from_s(w) <= now_s]
         if alone:  # passed while the probe of another one is still on its way
             a.probe = None
             self._act([w.suspicion for w in alone], watched, now_s, out)
@@ -546,7 +563,9 @@ class NodeMachine:
             return
         results = probe.results or {}
         a.probe = None
-        late = [w for w in watched if self._due_s(w) <= now_s and (w.suspicion.accepted or not probe.only_accepted)]
+        late = [
+            w for w in watched if self._judged_from_s(w) <= now_s and (w.suspicion.accepted or not probe.only_accepted)
+        ]
         alive = [r for r, rank in a.ranks.items() if rank.is_alive]
         verdict = watchdog.judge(late, results, alive, self.group_world_size > 1, self.limits, now_s)
         if verdict.guilty:
