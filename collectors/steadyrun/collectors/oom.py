@@ -26,10 +26,7 @@ LOG_SOURCE: Final = "kernel log"
 _MAX_GROUPS: Final = 512
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO: only there are the log's pids ours
 
-_KILLED = re.compile(
-    r"(?P<scope>Memory cgroup out of memory|Out of memory)?[^:]*:? ?Killed process (?P<pid>\d+),? \((?P<comm>.*?)\)"
-    r"(?P<rest>.*)"
-)
+_KILLED = re.compile(r"Killed process (?P<pid>\d+),? \((?P<comm>.*?)\)(?P<rest>,? total-vm.*|,? UID.*|\s*)$")
 _TASK = re.compile(r"oom-kill:constraint=(?P<constraint>\w+).*?task=(?P<comm>.*),pid=(?P<pid>\d+),uid=\d+")
 _RSS = re.compile(r"(anon|file|shmem)-rss:(\d+)kB")
 
@@ -48,7 +45,8 @@ def parse_oom_line(line: str) -> OomKill | None:
     """The kill that a line of the kernel log tells of (a record of /dev/kmsg or a line of dmesg), or None."""
     if m := _KILLED.search(line):
         sizes = [int(kb) * 1024 for _, kb in _RSS.findall(m["rest"])]
-        return OomKill(int(m["pid"]), m["comm"], (m["scope"] or "").startswith("Memory"), sum(sizes) if sizes else None)
+        of_group = "Memory cgroup out of memory" in line
+        return OomKill(int(m["pid"]), m["comm"], of_group, sum(sizes) if sizes else None)
     if m := _TASK.search(line):
         return OomKill(int(m["pid"]), m["comm"], m["constraint"] == "CONSTRAINT_MEMCG")
     return None

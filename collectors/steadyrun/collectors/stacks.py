@@ -111,7 +111,7 @@ def parse_dumps(text: str) -> list[StackDump]:
             dumps.append(done)
         return _Builder(next_fatal)
 
-    for line in text.split("\n"):
+    for line in text.split("\n")[:-1]:
         if frame := _FRAME.match(line):
             if builder.threads and not in_native:
                 number = int(frame["line"]) if frame["line"].isdigit() else 0
