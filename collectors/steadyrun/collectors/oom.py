@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +58,7 @@ class _KernelLog:
     path: Path
     fd: int | None = None
     problem: str = ""
-    kills: deque[OomKill] = field(default_factory=lambda: deque(maxlen=256))
+    kills: dict[int, OomKill] = field(default_factory=dict)  # by pid: the kernel writes two lines for one kill
 
     def open(self) -> None:
         try:
@@ -89,8 +88,12 @@ class _KernelLog:
                 return
             for line in raw.decode("utf-8", errors="replace").splitlines():
                 kill = parse_oom_line(line)
-                if kill is not None:
-                    self.kills.append(kill)
+                if kill is not None and (kill.rss_bytes is not None or kill.pid not in self.kills):
+                    self.kills[kill.pid] = kill
+
+    @property
+    def last(self) -> OomKill:
+        return next(reversed(self.kills.values()))
 
     def close(self) -> None:
         if self.fd is not None:
@@ -145,7 +148,7 @@ class OomWatch:
         """Whether *pid*, which has ended by SIGKILL, was ended by the OOM killer."""
         with self._lock:
             self._log.drain()
-            named = next((k for k in self._log.kills if k.pid == pid), None)
+            named = self._log.kills.get(pid)
             if named is not None:
                 return OomRecord(True, LOG_SOURCE, _log_words(named))
             return self._check_counters(pid)
@@ -163,7 +166,7 @@ class OomWatch:
         if not grown:
             return OomRecord(False, source, "oom_kill has not changed")
         if log_is_read and self._log_has_our_pids and len(self._log.kills) >= max(grown.values()):
-            return OomRecord(False, LOG_SOURCE, f"the kernel killed others only: {_log_words(self._log.kills[-1])}")
+            return OomRecord(False, LOG_SOURCE, f"the kernel killed others only: {_log_words(self._log.last)}")
         own = self._group_of.get(pid) or self._memory_group(self._own)
         near = {g: by for g, by in grown.items() if g == own or (own is not None and own in g.parents)}
         if own is not None and own not in grown and self._is_machine_root(own):
@@ -253,7 +256,7 @@ class OomWatch:
     def _log_hint(self) -> str:
         if not self._log.kills:
             return ""
-        return f"; the kernel log's last kill: {_log_words(self._log.kills[-1])}"
+        return f"; the kernel log's last kill: {_log_words(self._log.last)}"
 
 
 def _log_words(kill: OomKill) -> str:
