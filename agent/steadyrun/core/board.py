@@ -1,12 +1,12 @@
 """Layout of the board, and how to read it: the shared-memory page through which ranks report to their node's agent.
 
-One anonymous shared file per node and run, made by the agent. A header page, then one slot per local rank. Everything is
-an unsigned 64-bit word in native order, so that a store is one aligned machine write; a rank needs no lock and no system
-call. A slot belongs to one incarnation (owner pid and attempt): whoever reads compares both with the process it asks
-about, and what a dead incarnation left is ignored and wiped before the next one starts.
+One anonymous shared file per node and run, made by the agent. A header page, then one slot per local rank. Everything
+is a 64-bit word in native order (unsigned, or a double), so that a store is one aligned machine write; a rank needs no
+lock and no system call. A slot belongs to one incarnation (owner pid and attempt): whoever reads compares both with
+the process it asks about, and what a dead incarnation left is ignored and wiped before the next one starts.
 
-Consistency: a lane's open sections are published by one store to its *head* word (``changes << 8 | depth``), after the
-entry. A reader takes the head, copies, and takes the head again; equal heads mean a consistent copy.
+Consistency: each word is right by itself, and that is all a reader may rely on. A copy taken while the rank goes from
+one section to the next can show both as open, or neither, for that instant.
 
 Time words are nanoseconds of CLOCK_MONOTONIC minus the board's ``base_ns`` (so that 56 bits are enough); 0 means never.
 """
@@ -39,6 +39,7 @@ from steadyrun.core.layout import (
     NAMES,
     OTHER,
     RING,
+    RING_SHIFT,
     S_ATTACHED,
     S_ATTEMPT,
     S_BEAT_AT,
@@ -49,7 +50,6 @@ from steadyrun.core.layout import (
     S_FIRST_STEP_AT,
     S_FLAGS,
     S_LANES,
-    S_LAST_CHANGE,
     S_NAME_COUNTS,
     S_NAME_TABLE,
     S_NAMES,
@@ -65,6 +65,7 @@ from steadyrun.core.layout import (
     S_STOP_CALLS,
     SLOT_WORDS,
     STEP_RING,
+    TAG_S,
     VERSION,
     fits,
     now_word,
@@ -98,7 +99,7 @@ class OpenSection:
 
 @dataclass(frozen=True, slots=True)
 class SectionDuration:
-    """One completed section: its name, how long it took in seconds, and its place in the rank's count (0 is the first)."""
+    """One completed section: its name, how long it took in seconds, and its place in the count (0 is the first)."""
 
     name: str
     duration_s: float
@@ -147,6 +148,7 @@ class Board:
         self._mapping = mapping
         self._fd: int | None = None
         self.words = memoryview(mapping).cast("Q")
+        self._doubles = memoryview(mapping).cast("d")
         self.base_ns = int(self.words[H_BASE_NS])
         self.slots = int(self.words[H_SLOTS])
 
@@ -240,6 +242,7 @@ class Board:
     def close(self, unlink: bool = False) -> None:
         """Unmap; whoever made a named board also removes the file."""
         self.words.release()
+        self._doubles.release()
         self._mapping.close()
         if self._fd is not None:
             os.close(self._fd)
@@ -250,32 +253,30 @@ class Board:
 
     # -- reading -----------------------------------------------------------------------------------------------------
     def view(self, slot: int) -> SlotView | None:
-        """What the slot says now, or None when nobody owns it. Never blocks; a torn copy is tried again a few times."""
+        """What the slot says now, or None when nobody owns it. Never blocks."""
         base = self.slot_base(slot)
-        w = self.words
-        for _ in range(8):
-            pid = int(w[base + S_OWNER_PID])
-            if pid == 0:
-                return None
-            heads = [int(w[base + S_LANES + lane * LANE_WORDS]) for lane in range(LANES)]
-            copy = w[base : base + S_RING].tolist()
-            if all(int(w[base + S_LANES + lane * LANE_WORDS]) == h for lane, h in enumerate(heads)):
-                break
-        return self._decode(base, copy)
+        copy = self.words[base : base + S_RING].tolist()
+        return self._decode(base, copy) if copy[S_OWNER_PID] else None
 
     def _decode(self, base: int, c: list[int]) -> SlotView:
         def at(word: int) -> float | None:
             return (word + self.base_ns) / 1e9 if word else None
 
         sections: list[OpenSection] = []
+        base_s = self.base_ns / 1e9
+        last_change_s: float | None = None  # when a section was closed last
         for lane in range(LANES):
-            start = S_LANES + lane * LANE_WORDS
-            depth = min(c[start] & 0xFF, LANE_DEPTH)
-            for entry in c[start + 2 : start + 2 + depth]:
-                name_id = entry & 0xFF
-                first = name_id < NAMES and int(self.words[base + S_NAME_COUNTS + name_id]) == 0
-                since_s = ((entry >> 8) + self.base_ns) / 1e9
-                sections.append(OpenSection(self._name(base, name_id), since_s, first, lane))
+            start = S_LANES + lane * LANE_WORDS + 1
+            is_open = True
+            for entry in self._doubles[base + start : base + start + LANE_DEPTH].tolist():
+                tag, at_s = divmod(entry, TAG_S)
+                is_open = is_open and tag > 0
+                if is_open:
+                    name_id = int(tag) - 1
+                    first = name_id < NAMES and int(self.words[base + S_NAME_COUNTS + name_id]) == 0
+                    sections.append(OpenSection(self._name(base, name_id), at_s + base_s, first, lane))
+                elif tag == 0 and at_s > 0:
+                    last_change_s = max(last_change_s or 0.0, at_s + base_s)
         flags = c[S_FLAGS]
         return SlotView(
             pid=c[S_OWNER_PID],
@@ -290,7 +291,7 @@ class Board:
             first_step_s=at(c[S_FIRST_STEP_AT]),
             beats=c[S_BEATS],
             beat_at_s=at(c[S_BEAT_AT]),
-            last_change_s=at(c[S_LAST_CHANGE]),
+            last_change_s=last_change_s,
             stop_calls=c[S_STOP_CALLS],
             uses_should_stop=bool(flags & F_USES_SHOULD_STOP),
             checkpoints_done=c[S_CKPT_DONE],
@@ -314,7 +315,7 @@ class Board:
         out: list[SectionDuration] = []
         for i in range(seen + lost, count):
             entry = int(self.words[base + S_RING + (i & (RING - 1))])
-            out.append(SectionDuration(self._name(base, entry & 0xFF), (entry >> 8) / 1e9))
+            out.append(SectionDuration(self._name(base, entry >> RING_SHIFT), (entry & (1 << RING_SHIFT) - 1) / 1e9))
         return out, count, lost
 
     def step_times_s(self, slot: int, seen: int) -> tuple[list[float], int, int]:

@@ -4,7 +4,7 @@ imports next to nothing, while dataclasses and pathlib alone cost a starting ran
 import time
 
 MAGIC = 0x7374656164793031  # "steady01"
-VERSION = 1
+VERSION = 2
 
 # -- header, in words ------------------------------------------------------------------------------------------------
 H_MAGIC = 0
@@ -34,25 +34,32 @@ S_BEAT_AT = 11
 S_STOP_CALLS = 12  # calls of should_stop() so far
 S_NAMES = 13  # entries used in the name table, entry 0 ("(other)") included
 S_DROPPED = 14  # sections not recorded: no lane or no depth left
-S_RING_COUNT = 15  # section durations written so far
+S_RING_COUNT = 15  # section durations written so far; those below SHORTEST_NS are left out
 S_STEP_RING_COUNT = 16
 S_CKPT_DONE = 17  # sections named "checkpointing" completed in this attempt
-S_LAST_CHANGE = 18  # time word of the newest closed section (progress, beside steps and beats)
 
 LANES = 4  # lane 0 is the main thread; others go to threads that open sections
 LANE_DEPTH = 16
-LANE_WORDS = 2 + LANE_DEPTH  # head, native thread id, entries (start << 8 | name id)
+LANE_WORDS = 1 + LANE_DEPTH  # native thread id, entries
+# An entry is a double: (name id + 1) * TAG_S + the time of entry, seconds since the base (to a microsecond, for 2 years);
+# once the section is closed: only the time of that. The open sections of a lane are its entries up to the first below
+# TAG_S. Doubles, because CPython adds and stores them in half the time it needs for integers beyond 30 bits.
+TAG_S = float(1 << 26)
+SHORTEST_NS = (
+    10_000  # sections shorter than this are not put into the ring: they would flood it, and nobody waits for them
+)
 S_LANES = 32
 
 RING = 256  # power of two
-S_RING = S_LANES + LANES * LANE_WORDS  # entry: duration_ns << 8 | name id
+RING_SHIFT = 56
+S_RING = S_LANES + LANES * LANE_WORDS  # entry: name id << RING_SHIFT | duration in ns
 STEP_RING = 64
 S_STEP_RING = S_RING + RING  # entry: step time in ns
 
 NAMES = 64
 NAME_BYTES = 48
 S_NAME_TABLE = S_STEP_RING + STEP_RING
-S_NAME_COUNTS = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # how often the section was completed in this attempt
+S_NAME_COUNTS = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # not 0: the section was completed in this attempt
 S_HASHES = S_NAME_COUNTS + NAMES  # reserved for replica hashes
 SLOT_WORDS = 2048
 assert S_HASHES + 256 <= SLOT_WORDS

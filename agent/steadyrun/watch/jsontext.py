@@ -1,5 +1,5 @@
 """JSON without the ``json`` module, which costs a starting rank 13 ms (regular expressions) and might, once the
-script's folder is on ``sys.path``, be the script's own ``json.py``. The parser is the C one that ``json`` itself uses."""
+script's folder is on ``sys.path``, be the script's own ``json.py``. The parser is the C one that ``json`` uses."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from _thread import _local, allocate_lock, get_ident, get_native_id
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 
 from steadyrun.core.layout import (
     F_EXPLICIT_STEPS,
@@ -39,6 +39,7 @@ from steadyrun.core.layout import (
     NAMES,
     OTHER,
     RING,
+    RING_SHIFT,
     S_ATTACHED,
     S_ATTEMPT,
     S_BEAT_AT,
@@ -49,7 +50,6 @@ from steadyrun.core.layout import (
     S_FIRST_STEP_AT,
     S_FLAGS,
     S_LANES,
-    S_LAST_CHANGE,
     S_NAME_COUNTS,
     S_NAME_TABLE,
     S_NAMES,
@@ -63,8 +63,10 @@ from steadyrun.core.layout import (
     S_STEP_RING_COUNT,
     S_STEPS_DONE,
     S_STOP_CALLS,
+    SHORTEST_NS,
     SLOT_WORDS,
     STEP_RING,
+    TAG_S,
 )
 
 TYPE_CHECKING = False
@@ -193,23 +195,23 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         base: index of the slot's first word.
         base_ns: the board's time base.
     """
-    head_at = base + S_LANES
-    entries_at = head_at + 2
+    doubles = words.cast("B").cast("d")
+    base_s = base_ns / 1e9
+    entries_at = base + S_LANES + 1
     ring_at = base + S_RING
     ring_count_at = base + S_RING_COUNT
-    change_at = base + S_LAST_CHANGE
     dropped_at = base + S_DROPPED
     step_ring_at = base + S_STEP_RING
     beats_at, beat_time_at = base + S_BEATS, base + S_BEAT_AT
     ring_mask, step_ring_mask = RING - 1, STEP_RING - 1
+    shortest_s = SHORTEST_NS / 1e9
 
     main = get_ident()
     is_forked = False
     depth = 0  # of the main lane; LANE_DEPTH + 1 while deeper sections are open, which are in `deep`
-    head = 0
     owners: list[Section | None] = [None] * (LANE_DEPTH + 1)  # the last stays None: no section is ever left by it
-    since: list[int] = [0] * (LANE_DEPTH + 1)
-    deep: list[tuple[Section, int]] = []
+    since: list[float] = [0.0] * (LANE_DEPTH + 1)
+    deep: list[tuple[Section, float]] = []
     strays: list[Section] = []  # left in another thread, to be closed by the main one
     ring_count = 0
     flags = 0
@@ -217,20 +219,22 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
     class Section:
         """A named stretch of work: a context manager that can be entered again and nested, and a decorator."""
 
-        __slots__ = ("count", "count_at", "name", "name_id")
+        __slots__ = ("is_new", "is_threaded", "name", "name_id", "opened", "ring_tag")
 
         def __init__(self, name: str, name_id: int) -> None:
             self.name = name
             self.name_id = name_id
-            self.count_at = base + S_NAME_COUNTS + name_id
-            self.count = words[self.count_at]
+            self.opened = (name_id + 1) * TAG_S - base_s  # plus the time: the entry of an open section
+            self.ring_tag = name_id << RING_SHIFT
+            self.is_new = True  # not completed yet
+            self.is_threaded = False  # has been entered in a thread other than the main one
 
         def __enter__(self) -> None:
-            nonlocal depth, head
+            nonlocal depth
             if get_ident() != main:
                 enter_elsewhere(self)
                 return
-            now = monotonic_ns() - base_ns
+            now = monotonic()
             # No call below: in CPython from 3.11 on no signal handler and no other thread runs before the return.
             at = depth
             if at >= LANE_DEPTH:
@@ -239,29 +243,22 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
             depth = at + 1
             owners[at] = self
             since[at] = now
-            words[entries_at + at] = now << 8 | self.name_id
-            head += 257  # one more change, one deeper
-            words[head_at] = head
+            doubles[entries_at + at] = now + self.opened
 
         def __exit__(self, kind: object, value: object, trace: object) -> None:
-            nonlocal depth, head, ring_count
-            if get_ident() != main:
+            nonlocal depth
+            if self.is_threaded and get_ident() != main:
                 exit_elsewhere(self)
                 return
-            now = monotonic_ns() - base_ns
+            now = monotonic()
             at = depth - 1
             if owners[at] is not self:
                 exit_out_of_order(self, now)
                 return
             depth = at
-            head += 255  # one more change, one less deep
-            words[head_at] = head
-            words[ring_at + (ring_count & ring_mask)] = now - since[at] << 8 | self.name_id
-            ring_count += 1
-            words[ring_count_at] = ring_count
-            self.count += 1
-            words[self.count_at] = self.count
-            words[change_at] = now
+            doubles[entries_at + at] = now - base_s
+            if now - since[at] >= shortest_s or self.is_new:
+                record(self, now - since[at])
 
         def __call__(self, function: Any) -> Any:
             return decorate(self, function)
@@ -280,7 +277,7 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         def __exit__(self, kind: object, value: object, trace: object) -> None:
             Section.__exit__(self, kind, value, trace)
             if not is_forked:
-                words[base + S_CKPT_DONE] = self.count
+                words[base + S_CKPT_DONE] += 1
 
     class EndOfSetup(Section):
         """``setup`` or ``step`` as opened by the script: its first entry ends the implicit ``setup``."""
@@ -292,64 +289,64 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
             close_setup()
             Section.__enter__(self)
 
-    def record(done: Section, duration: int, now: int) -> None:
+    def record(done: Section, duration_s: float) -> None:
         nonlocal ring_count
-        words[ring_at + (ring_count & ring_mask)] = duration << 8 | done.name_id
-        ring_count += 1
-        words[ring_count_at] = ring_count
-        done.count += 1
-        words[done.count_at] = done.count
-        words[change_at] = now
+        if done.is_new:
+            done.is_new = False
+            words[base + S_NAME_COUNTS + done.name_id] = 1
+        if duration_s >= shortest_s:
+            words[ring_at + (ring_count & ring_mask)] = int(duration_s * 1e9) + done.ring_tag
+            ring_count += 1
+            words[ring_count_at] = ring_count
 
     # -- main lane, less common ways -----------------------------------------------------------------------------------
-    def enter_deep(entered: Section, now: int) -> None:
+    def enter_deep(entered: Section, now: float) -> None:
         nonlocal depth
         depth = LANE_DEPTH + 1
         deep.append((entered, now))
         words[dropped_at] += 1
 
-    def exit_out_of_order(left: Section, now: int) -> bool:
-        """Remove the newest entry of *left*; False when there is none."""
-        nonlocal depth, head
+    def exit_out_of_order(left: Section, now: float) -> None:
+        """Remove the newest entry of *left*, if there is one."""
+        nonlocal depth
+        if is_forked:
+            return
+        if get_ident() != main:  # left in a thread that never entered it
+            exit_elsewhere(left)
+            return
         for place in range(len(deep) - 1, -1, -1):
             if deep[place][0] is left:
-                record(left, now - deep.pop(place)[1], now)
+                record(left, now - deep.pop(place)[1])
                 if not deep:
                     depth = LANE_DEPTH
-                return True
+                return
         shown = min(depth, LANE_DEPTH)
         for place in range(shown - 1, -1, -1):
             if owners[place] is left:
                 break
         else:
-            return False
+            return
         duration = now - since[place]
-        # The reader compares heads, so the entries that move are first taken out of sight, then moved, then shown.
-        head += 256 - (shown - place)
-        words[head_at] = head
         for at in range(place, shown - 1):
-            owners[at] = owners[at + 1]
-            since[at] = since[at + 1]
-            words[entries_at + at] = words[entries_at + at + 1]
-        kept = shown - 1
-        if deep:  # one of those too deep to be shown moves up
+            owners[at], since[at] = owners[at + 1], since[at + 1]
+            doubles[entries_at + at] = doubles[entries_at + at + 1]
+        last = shown - 1
+        if deep:  # the outermost of those too deep to be shown moves up
             owner, entered_at = deep.pop(0)
-            owners[kept], since[kept] = owner, entered_at
-            words[entries_at + kept] = entered_at << 8 | owner.name_id
-            kept += 1
-        depth = kept + (1 if deep else 0)
-        head += 256 + (kept - place)
-        words[head_at] = head
-        record(left, duration, now)
-        return True
+            owners[last], since[last] = owner, entered_at
+            doubles[entries_at + last] = entered_at + owner.opened
+            depth = LANE_DEPTH + 1 if deep else LANE_DEPTH
+        else:
+            doubles[entries_at + last] = now - base_s
+            depth = last
+        record(left, duration)
 
     def close_strays() -> None:
         while strays:
-            exit_out_of_order(strays.pop(), monotonic_ns() - base_ns)
+            exit_out_of_order(strays.pop(), monotonic())
 
     # -- other threads -------------------------------------------------------------------------------------------------
     free_lanes = list(range(LANES - 1, 0, -1))
-    heads = [0] * LANES
 
     class ThreadLane:
         """The open sections of one thread other than the main one, shown in a lane while there is one."""
@@ -359,20 +356,20 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         def __init__(self) -> None:
             self.lane = 0  # 0: none
             self.native_id = get_native_id()
-            self.open: list[tuple[Section, int]] = []
+            self.open: list[tuple[Section, float]] = []
 
-        def show(self) -> None:
+        def show(self, now: float) -> None:
+            """Write the entries anew; *now* where there is none any more."""
             at = base + S_LANES + self.lane * LANE_WORDS
-            shown = self.open[:LANE_DEPTH]
-            heads[self.lane] = (heads[self.lane] >> 8) + 1 << 8
-            words[at] = heads[self.lane]
-            words[at + 1] = self.native_id
-            for place, (owner, entered_at) in enumerate(shown):
-                words[at + 2 + place] = entered_at << 8 | owner.name_id
-            heads[self.lane] += 256 + len(shown)
-            words[at] = heads[self.lane]
+            words[at] = self.native_id
+            shown = [entered_at + owner.opened for owner, entered_at in self.open[:LANE_DEPTH]]
+            for place in range(LANE_DEPTH):
+                if place < len(shown):
+                    doubles[at + 1 + place] = shown[place]
+                elif doubles[at + 1 + place] >= TAG_S:
+                    doubles[at + 1 + place] = now - base_s
 
-        def enter(self, entered: Section, now: int) -> None:
+        def enter(self, entered: Section, now: float) -> None:
             if not self.lane and not self.open:
                 try:
                     self.lane = free_lanes.pop()  # one atomic operation, no lock
@@ -382,14 +379,14 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
             if not self.lane or len(self.open) > LANE_DEPTH:
                 words[dropped_at] += 1
             else:
-                self.show()
+                self.show(now)
 
-        def exit(self, left: Section, now: int) -> bool:
+        def exit(self, left: Section, now: float) -> bool:
             for place in range(len(self.open) - 1, -1, -1):
                 if self.open[place][0] is left:
-                    record(left, now - self.open.pop(place)[1], now)
+                    record(left, now - self.open.pop(place)[1])
                     if self.lane:
-                        self.show()
+                        self.show(now)
                         if not self.open:
                             self.give_lane_back()
                     return True
@@ -402,7 +399,7 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         def __del__(self) -> None:  # the thread has ended
             if self.lane and not is_forked:
                 self.open.clear()
-                self.show()
+                self.show(monotonic())
                 self.give_lane_back()
 
     local = _local()
@@ -410,16 +407,17 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
     def enter_elsewhere(entered: Section) -> None:
         if is_forked:
             return
+        entered.is_threaded = True
         mine = getattr(local, "lane", None)
         if mine is None:
             mine = local.lane = ThreadLane()
-        mine.enter(entered, monotonic_ns() - base_ns)
+        mine.enter(entered, monotonic())
 
     def exit_elsewhere(left: Section) -> None:
         if is_forked:
             return
         mine = getattr(local, "lane", None)
-        if (mine is None or not mine.exit(left, monotonic_ns() - base_ns)) and len(strays) < 64:
+        if (mine is None or not mine.exit(left, monotonic())) and len(strays) < 64:
             strays.append(left)
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -473,10 +471,10 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
 
     def close_setup() -> None:
         nonlocal setup
-        if setup is not None:
+        if setup is not None and not is_forked:
             mine, setup = setup, None
             if get_ident() == main:
-                exit_out_of_order(mine, monotonic_ns() - base_ns)
+                exit_out_of_order(mine, monotonic())
             else:
                 strays.append(mine)
 
@@ -590,9 +588,10 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         section("teardown").__enter__()
 
     def forked() -> None:
-        nonlocal is_forked, main
+        nonlocal is_forked, main, owners
         is_forked = True
-        main = 0  # no thread has it: every section goes the way of other threads, which looks at is_forked
+        main = 0  # no thread has it and
+        owners = [None] * (LANE_DEPTH + 1)  # no section is there: both less common ways look at is_forked
 
     def observe(
         *,
@@ -610,14 +609,17 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
             on_late, rearm_at_ns = late, late_from_ns
 
     def open_sections() -> list[tuple[int, str, float]]:
-        now = monotonic_ns() - base_ns
+        now = monotonic() - base_s
         names = {made.name_id: made.name for made in list(sections.values())}
         names[0], names[setup_id] = OTHER, "setup"
         out = []
         for lane in range(LANES):
-            at = base + S_LANES + lane * LANE_WORDS
-            entries = words[at + 2 : at + 2 + min(words[at] & 0xFF, LANE_DEPTH)].tolist()
-            out += [(lane, names.get(entry & 0xFF, OTHER), (now - (entry >> 8)) / 1e9) for entry in entries]
+            at = base + S_LANES + lane * LANE_WORDS + 1
+            for entry in doubles[at : at + LANE_DEPTH].tolist():
+                tag, entered_at = divmod(entry, TAG_S)
+                if tag < 1:
+                    break
+                out.append((lane, names.get(int(tag) - 1, OTHER), now - entered_at))
         return out
 
     words[base + S_OWNER_PID] = 0
@@ -625,7 +627,7 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
     words[base + S_NAMES] = 1
     words[base + S_ATTEMPT] = attempt
     words[base + S_RANK] = rank
-    words[base + S_LANES + 1] = pid
+    words[base + S_LANES] = pid
     other = Section(OTHER, 0)
     setup_id = id_of("setup")
     setup = Section("setup", setup_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -203,9 +204,9 @@ class FakeRun:
             words[base + layout.S_NAME_COUNTS + i] = 1
         words[base + layout.S_NAMES] = 1 + len(sections)
         lane = base + layout.S_LANES
-        for i, age in enumerate(sections.values()):
-            words[lane + 2 + i] = self.word(age) << 8 | (i + 1)
-        words[lane] = 1 << 8 | len(sections)
+        for i, age in enumerate(sections.values(), start=1):
+            entry = (i + 1) * layout.TAG_S + self.word(age) / 1e9
+            words[lane + i] = struct.unpack("Q", struct.pack("d", entry))[0]
         values = {
             layout.S_ATTEMPT: 1,
             layout.S_RANK: slot,
