@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job import HERE, NVRX, STEADYRUN, Job
+from job import HERE, NVRX, STEADYRUN, DeadlineError, Job
 from report import add_common_arguments, effort_of, finish, print_table
 
 ALONE, READ, OUTSIDE, PEER = "agent stopped", "agent reads", "outside", "NVRx client"
@@ -58,7 +58,10 @@ def rank_of(side: str, program: tuple[str, ...], keep: Path | None) -> Iterator[
         fifo = job.folder / "commands"
         os.mkfifo(fifo, 0o600)
         launcher = job.start([*program, str(HERE / "inrank_rank.py")], {"BENCH_COMMANDS": str(fifo)})
-        ready = job.wait_for(lambda: job.events("ready"), 120, f"the rank of {side}")
+        try:
+            ready = job.wait_for(lambda: job.events("ready"), 120, f"the rank of {side}")
+        except DeadlineError as e:
+            raise SystemExit(f"{e}\n{job.output_tail()}") from None
         with fifo.open("w") as commands:
             yield Rank(job, commands, launcher.pid, ready[0]["pid"])
             commands.write("end\n")

@@ -51,7 +51,7 @@ def steadyrun_operations() -> dict[str, Operation]:
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     parameter.grad = torch.zeros(1)
     optimizer.step()
-    hooks = list(torch.optim.optimizer._global_optimizer_post_hooks.values())
+    hooks = list(importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks.values())
     if hooks:
         found["step hook"] = lambda: [hook(optimizer, (), {}) for hook in hooks]
     return found

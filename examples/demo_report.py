@@ -21,16 +21,12 @@ class Restart:
     fault: Mapping[str, Any]
     verdict: Mapping[str, Any] | None
     back_s: float | None
-    back_at_step: int | None
+    steps_lost: int | None
     warm: bool
 
     @property
     def seconds_lost(self) -> float | None:
         return None if self.back_s is None else self.back_s - float(self.fault["at_s"])
-
-    @property
-    def steps_lost(self) -> int | None:
-        return None if self.back_at_step is None else int(self.fault["step"]) + 1 - self.back_at_step
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -40,7 +36,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def restarts_of(run: Path) -> list[Restart]:
+def restarts_of(run: Path, losses: list[dict[str, Any]]) -> list[Restart]:
     journal = [r for file in sorted((run / "journal").glob("*.jsonl")) for r in json_lines(file)]
     noted = [f for file in run.glob("attempts/*/rank_*/faults.jsonl") for f in json_lines(file)]
     faults: dict[tuple[int, str], dict[str, Any]] = {}
@@ -53,12 +49,15 @@ def restarts_of(run: Path) -> list[Restart]:
         first_steps = [r for r in journal if r["type"] == "rank_first_step" and r["attempt"] == attempt + 1]
         started = [r for r in journal if r["type"] == "rank_started" and r["attempt"] == attempt + 1]
         is_back = bool(started) and len(first_steps) == len(started)
+        back_unix_s = min((float(r["at_unix_s"]) for r in first_steps), default=0.0)
+        before = [line["step"] for line in losses if line["at_unix_s"] < back_unix_s]
+        after = [line["step"] for line in losses if line["at_unix_s"] >= back_unix_s]
         found.append(
             Restart(
                 fault=fault,
                 verdict=verdicts.get(attempt),
                 back_s=max(float(r["at_s"]) for r in first_steps) if is_back else None,
-                back_at_step=min(int(r["step"]) for r in first_steps) if is_back else None,
+                steps_lost=before[-1] + 1 - after[0] if is_back and before and after else None,
                 warm=all(r["warm"] for r in started),
             )
         )
@@ -107,11 +106,12 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="the folder given to train_gpt.py; the run folder is in its runs/")
     parser.add_argument("--exit-code", type=int, required=True, help="what steadyrun ended with")
     arguments = parser.parse_args()
+    log = arguments.out / "loss.jsonl"
+    lines = list(json_lines(log)) if log.exists() else []
     losses: dict[int, list[float]] = {}
-    if (arguments.out / "loss.jsonl").exists():
-        for line in json_lines(arguments.out / "loss.jsonl"):
-            losses.setdefault(line["step"], []).append(line["loss"])
-    restarts = restarts_of(arguments.out / "runs" / "latest")
+    for line in lines:
+        losses.setdefault(line["step"], []).append(line["loss"])
+    restarts = restarts_of(arguments.out / "runs" / "latest", lines)
     if losses:
         first, last = min(losses), max(losses)
         print(f"loss: {losses[first][0]:.4f} at step {first}, {losses[last][-1]:.4f} at step {last}")

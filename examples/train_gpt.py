@@ -417,7 +417,7 @@ def main() -> None:
 
         steps_timed += 1
         if loss_log:
-            loss_log.write(json.dumps({"step": step, "loss": mean_loss, "at_unix_s": round(time.time(), 3)}) + "\n")
+            loss_log.write(json.dumps({"step": step, "loss": mean_loss, "at_unix_s": round(time.time(), 6)}) + "\n")
             loss_log.flush()
         if step % arguments.log_every == 0 or state.steps_done == arguments.steps:
             step_ms = (time.perf_counter() - began) / steps_timed * 1e3
