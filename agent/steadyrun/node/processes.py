@@ -38,6 +38,7 @@ _ORPHAN_AGE_S: Final = 10.0
 _UNKNOWN_EXIT: Final = 255
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_GET_CHILD_SUBREAPER: Final = 37
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class LinuxProcessTable:
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl
         self._prctl.argtypes = [ctypes.c_int, *([ctypes.c_ulong] * 4)]
         self._prctl.restype = ctypes.c_int
+        self._was_subreaper = self._is_subreaper()
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -411,8 +413,14 @@ class LinuxProcessTable:
         for old in [a for a in self._shm_before if STANDBY_ATTEMPT < a < attempt]:
             del self._shm_before[old]
 
+    def _is_subreaper(self) -> bool:
+        answer = ctypes.c_int(0)
+        self._prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(answer), 0, 0, 0)
+        return bool(answer.value)
+
     def close(self) -> None:
-        """Close all descriptors; processes are left as they are."""
+        """Close all descriptors and adopt no more orphans; processes are left as they are."""
+        self._prctl(_PR_SET_CHILD_SUBREAPER, int(self._was_subreaper), 0, 0, 0)
         self._close_descriptors()
         for child in self._children.values():
             if not child.ended:
