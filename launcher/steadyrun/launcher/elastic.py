@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -75,6 +76,17 @@ __all__ = [
 
 DEFAULT_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 SPARE_NOTICE_S: Final = 3.0
+# A verdict ends the job for all nodes alike; of these classes none is only this node's end.
+ENDS_THE_JOB: Final = frozenset(
+    {
+        ExitClass.OK,
+        ExitClass.PROGRAM_ERROR,
+        ExitClass.OUT_OF_MEMORY,
+        ExitClass.HANG,
+        ExitClass.DEAD_PROCESS,
+        ExitClass.CORRUPTION,
+    }
+)
 
 
 class RunEndedError(SteadyrunError):
@@ -234,7 +246,18 @@ class SteadyLaunch:
         finally:
             # A closed rendezvous admits nobody any more, so only the end of the whole job closes it.
             if close and agent.job_is_over:
-                spec.rdzv_handler.shutdown()
+                _close_rendezvous(spec.rdzv_handler)
+
+
+def _close_rendezvous(handler: RendezvousHandler) -> None:
+    """Every node does it, and the first to leave may have hosted the store: torch's warning about that says nothing."""
+    torchs = logging.getLogger("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    before = torchs.level
+    torchs.setLevel(logging.ERROR)
+    try:
+        handler.shutdown()
+    finally:
+        torchs.setLevel(before)
 
 
 def _record_event(event: Any, spec: WorkerSpec) -> None:
@@ -309,7 +332,7 @@ class ElasticRendezvous:
 
     def leave(self, job_done: bool) -> None:
         """The rendezvous is closed by ``SteadyLaunch`` (as torch's launch does), and only when the job is over."""
-        self._agent.job_is_over = job_done
+        self._agent.job_is_over = job_done and self._rounds > 0  # a spare has nothing to close
         if self._store_of_attempt is not None:
             self._store_of_attempt.close()
             self._store_of_attempt = None
@@ -569,9 +592,13 @@ class SteadyAgent(LocalElasticAgent):
         )
 
     def _result(self, outcome: Outcome, stopped_by: signal.Signals | None) -> RunResult:
+        if outcome.ranks and outcome.exit_class in ENDS_THE_JOB:
+            self.job_is_over = True
         if outcome.exit_class is ExitClass.OK:
+            if not outcome.ranks:
+                _say(f"steadyrun: {outcome.reason}")
             result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(outcome.ranks))
-        elif outcome.exit_class is ExitClass.PREEMPTED and stopped_by is not None:
+        elif outcome.exit_class in (ExitClass.PREEMPTED, ExitClass.INTERNAL) and stopped_by is not None:
             raise SignalException(f"Process {os.getpid()} got signal: {stopped_by}", sigval=stopped_by)
         else:
             result = RunResult(

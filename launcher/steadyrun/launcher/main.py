@@ -18,6 +18,7 @@ from steadyrun.core.classes import ExitClass
 from steadyrun.core.errors import ConfigError, SteadyrunError
 from steadyrun.core.options import Resolved
 from steadyrun.launcher.cli import format_config, get_args_parser, resolve_args
+from steadyrun.launcher.signals import FORWARDED
 
 if TYPE_CHECKING:
     from steadyrun.launcher.elastic import RanksFailedError
@@ -87,6 +88,10 @@ def console_main() -> int:
         The exit code: 0, 2 for a command line that cannot be used, else the class of the failure (``ExitClass``), or
         1 under ``--ft-exit-codes=torchrun``.
     """
+    # A scheduler's warning during the import must not end the process; SignalInbox takes over before the first rank.
+    early = [s for s in FORWARDED if signal.getsignal(s) is signal.SIG_DFL]
+    for signum in early:
+        signal.signal(signum, signal.SIG_IGN)
     with _quiet_cpp_log():
         import torch.distributed.run  # noqa: F401  # the slow import, and the one that reads the variable
 
@@ -97,16 +102,19 @@ def console_main() -> int:
         if resolved.settings.print_config != "off":
             print(format_config(resolved))
             return ExitClass.OK
-        return _run_job(args, resolved)
+        return _run_job(args, resolved, early)
     except ConfigError as e:
         _say(f"steadyrun: error: {e}")
         return ExitClass.USAGE
 
 
-def _run_job(args: argparse.Namespace, resolved: Resolved) -> int:
+def _run_job(args: argparse.Namespace, resolved: Resolved, early: Sequence[signal.Signals]) -> int:
     from steadyrun.launcher.elastic import RanksFailedError, RunEndedError, SignalException, record
 
     launched = threading.Event()
+    if getattr(args, "run_path", False):
+        for signum in early:  # ranks of torch's own loop would inherit that they are ignored
+            signal.signal(signum, signal.SIG_DFL)
 
     def recorded() -> None:
         try:
@@ -126,7 +134,7 @@ def _run_job(args: argparse.Namespace, resolved: Resolved) -> int:
         exit_class = e.outcome.exit_class
     except SignalException as e:
         _say(f"steadyrun: ended by {e.sigval.name}")
-        exit_class = ExitClass.PREEMPTED
+        exit_class = ExitClass.PREEMPTED if e.sigval is signal.SIGTERM else ExitClass.INTERNAL
     except ConfigError:
         raise
     except SteadyrunError as e:
