@@ -39,6 +39,7 @@ STACKS_LIMIT_S: Final = 2.0
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
 PY_SPY_LIMIT_S: Final = 5.0
 LOG_LINES: Final = 50
+_SUN_PATH: Final = 107  # bytes of a unix socket's address, without the closing 0
 _ANSWER_BYTES: Final = 1 << 20
 _EXCEPTION_BYTES: Final = 1 << 20
 
@@ -382,7 +383,7 @@ def ask(path: Path, request: Mapping[str, Any], limit_s: float) -> tuple[Mapping
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as s:
             s.settimeout(limit_s)
-            s.connect(str(path))
+            _connect(s, path)
             s.sendall(json.dumps(request).encode() + b"\n")
             answer = b""
             while b"\n" not in answer and len(answer) < _ANSWER_BYTES:
@@ -402,6 +403,18 @@ def ask(path: Path, request: Mapping[str, Any], limit_s: float) -> tuple[Mapping
     except ValueError:
         return None, "the answer is not JSON"
     return (decoded, "") if isinstance(decoded, dict) else (None, "the answer is not an object")
+
+
+def _connect(s: socket.socket, path: Path) -> None:
+    """Also where the path is longer than an address may be: the limit is on the text, not on what it leads to."""
+    if len(os.fsencode(path)) <= _SUN_PATH:
+        s.connect(str(path))
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        s.connect(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
 
 
 def read_exception(path: Path) -> tuple[ExceptionRecord | None, str]:
