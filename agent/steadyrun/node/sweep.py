@@ -20,6 +20,7 @@ __all__ = [
     "ShmSnapshot",
     "descendants_of",
     "has_marker",
+    "inherit",
     "list_shm",
     "parse_stat",
     "read_process",
@@ -64,14 +65,14 @@ class ProcessEntry:
         return self.state in "ZX"
 
 
-def parse_stat(text: str) -> ProcessEntry:
+def parse_stat(text: bytes) -> ProcessEntry:
     """One /proc/<pid>/stat line.
 
     Raises:
         ValueError: it is none.
     """
-    opening, closing = text.find("("), text.rfind(")")  # the name may hold spaces and parentheses
-    fields = text[closing + 2 :].split()
+    opening, closing = text.find(b"("), text.rfind(b")")  # the name may hold spaces and parentheses
+    fields = text[closing + 2 :].split(None, 20)
     if opening < 0 or closing < opening or len(fields) < 20:
         raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
     return ProcessEntry(
@@ -79,19 +80,29 @@ def parse_stat(text: str) -> ProcessEntry:
         ppid=int(fields[1]),
         pgrp=int(fields[2]),
         session=int(fields[3]),
-        state=fields[0],
+        state=fields[0].decode("ascii", "replace"),
         start_ticks=int(fields[19]),
-        command=text[opening + 1 : closing],
+        command=text[opening + 1 : closing].decode(errors="replace"),
     )
 
 
 def read_process(pid: int, proc: Path = Path("/proc")) -> ProcessEntry | None:
     """The process *pid* now, or None when there is none."""
+    return _read_stat(f"{proc}/{pid}/stat")
+
+
+def _read_stat(path: str) -> ProcessEntry | None:
+    # Plain descriptors: with file objects a scan takes twice the time.
     try:
-        with open(f"{proc}/{pid}/stat", encoding="utf-8", errors="replace") as f:
-            return parse_stat(f.read())
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return parse_stat(os.read(fd, 4096))
     except (OSError, ValueError):
         return None
+    finally:
+        os.close(fd)
 
 
 def scan_processes(proc: Path = Path("/proc")) -> dict[int, ProcessEntry]:
@@ -99,7 +110,7 @@ def scan_processes(proc: Path = Path("/proc")) -> dict[int, ProcessEntry]:
     found: dict[int, ProcessEntry] = {}
     for name in os.listdir(proc):
         if name.isdigit():
-            entry = read_process(int(name), proc)
+            entry = _read_stat(f"{proc}/{name}/stat")
             if entry is not None:
                 found[entry.pid] = entry
     return found
@@ -107,17 +118,24 @@ def scan_processes(proc: Path = Path("/proc")) -> dict[int, ProcessEntry]:
 
 def descendants_of(roots: Iterable[int], processes: Mapping[int, ProcessEntry]) -> set[int]:
     """Pids below *roots* by parentage, the roots left out."""
+    top = dict.fromkeys(roots, 0)
+    return set(inherit(top, processes)).difference(top)
+
+
+def inherit(owner_of: Mapping[int, int], processes: Mapping[int, ProcessEntry]) -> dict[int, int]:
+    """*owner_of* (pid -> owner) with all descendants added: a child without an owner has that of its parent."""
     children: dict[int, list[int]] = {}
     for entry in processes.values():
         children.setdefault(entry.ppid, []).append(entry.pid)
-    found: set[int] = set()
-    todo = list(roots)
+    found = dict(owner_of)
+    todo = list(found)
     while todo:
-        for child in children.get(todo.pop(), ()):
+        parent = todo.pop()
+        for child in children.get(parent, ()):
             if child not in found:
-                found.add(child)
+                found[child] = found[parent]
                 todo.append(child)
-    return found.difference(roots)
+    return found
 
 
 def has_marker(entry: ProcessEntry, marker: str, proc: Path = Path("/proc")) -> bool:

@@ -49,14 +49,14 @@ def proc_tree(root: Path, *entries: tuple[int, int], environ: dict[int, bytes] |
 # -- parsing -----------------------------------------------------------------------------------------------------------
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0\n"), max_size=15))
 def test_command_name_may_hold_anything(name: str) -> None:
-    entry = parse_stat(stat_line(42, 7, name, "R", 40, 123))
+    entry = parse_stat(stat_line(42, 7, name, "R", 40, 123).encode())
     assert entry == ProcessEntry(42, 7, 40, 40, "R", 123, name)
 
 
 @pytest.mark.parametrize("text", ["", "12", "12 (x", "12 (x) S 1", "x (y) S 1 2 3"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"stat|invalid"):
-        parse_stat(text)
+        parse_stat(text.encode())
 
 
 def test_our_own_entry_can_be_read() -> None:
