@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
@@ -50,6 +51,9 @@ def make_view(
     )
 
 
+QUIET = Limits(standby_after_steps=10**9, standby_after_s=inf)  # no standbys among the commands
+
+
 class Driver:
     """A machine whose ranks run, fed by hand; ``out`` holds the commands of the last call."""
 
@@ -61,7 +65,7 @@ class Driver:
         nodes: int = 1,
         observed: bool = True,
     ) -> None:
-        self.machine = NodeMachine(local_ranks, limits or Limits(), mode, observed)
+        self.machine = NodeMachine(local_ranks, limits or QUIET, mode, observed)
         self.local_ranks, self.nodes = local_ranks, nodes
         self.now_s = 0.0
         self.out = self.machine.start(0.0)

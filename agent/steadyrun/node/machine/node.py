@@ -399,6 +399,7 @@ class NodeMachine:
 
     def _begin(self, attempt: int, now_s: float, out: list[Command]) -> None:
         self._now = a = _Attempt(attempt)
+        self._watched_now = None
         self._move(P.STARTING, now_s)
         for slot in self._slots:
             a.ranks[slot.rank] = rank = RankMachine(slot.rank, slot.local_rank, attempt, self.story)
@@ -874,7 +875,7 @@ class NodeMachine:
     def _swept(self, stuck: tuple[int, ...], now_s: float, out: list[Command]) -> None:
         a = self._now
         a.swept, a.stuck, a.sweep_until_s = True, stuck, inf
-        if self.phase is P.COOLING and not self._is_blocked():
+        if self.phase is P.COOLING and not self._is_blocked() and self._lost is None:
             a.decide_until_s, a.arrive_until_s = now_s + self.limits.decide_s, now_s + self.limits.arrive_s
             out.append(Arrive(a.number))
 
