@@ -34,10 +34,20 @@ from steadyrun.core.records import (
 
 __all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "Target", "render_stacks"]
 
-SOCKET_LIMIT_S: Final = 0.3
-STACKS_LIMIT_S: Final = 2.0
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Limits per source, seconds."""
+
+    socket_s: float
+    stacks_s: float
+    py_spy_s: float
+
+
+# Where a rank has died the others' stacks are of less use, and they are on their way out: do not hold up the restart.
+AFTER_A_DEATH: Final = _Pace(socket_s=0.05, stacks_s=0.5, py_spy_s=2.0)
+IN_A_HANG: Final = _Pace(socket_s=0.3, stacks_s=2.0, py_spy_s=5.0)
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
-PY_SPY_LIMIT_S: Final = 5.0
 LOG_LINES: Final = 50
 _SUN_PATH: Final = 107  # bytes of a unix socket's address, without the closing 0
 _ANSWER_BYTES: Final = 1 << 20
@@ -94,8 +104,9 @@ class EvidenceSource(Protocol):
 class _Draft:
     """What is known of one rank so far. Fields are replaced, never changed, so that another thread may take a copy."""
 
-    def __init__(self, target: Target, node: str, folder: Path) -> None:
+    def __init__(self, target: Target, node: str, folder: Path, pace: _Pace) -> None:
         view = target.view
+        self.pace = pace
         self._folder = folder
         self.target = target
         self.evidence = RankEvidence(
@@ -200,7 +211,8 @@ class EvidenceCollector:
                 its exception and last words by then.
         """
         deadline_s = time.monotonic() + limit_s
-        drafts = [_Draft(t, self.node, folder) for t in targets]
+        pace = AFTER_A_DEATH if any(t.exit is not None for t in targets) else IN_A_HANG
+        drafts = [_Draft(t, self.node, folder, pace) for t in targets]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as e:
@@ -260,7 +272,7 @@ class EvidenceCollector:
         target = draft.target
         answer: Mapping[str, Any] | None = None
         if target.exit is None:
-            limit_s = min(SOCKET_LIMIT_S, deadline_s - time.monotonic())
+            limit_s = min(draft.pace.socket_s, deadline_s - time.monotonic())
             answer, why = ask(target.rank_dir / "evidence.sock", {"cmd": "sections"}, limit_s)
             if why and target.view is not None and target.view.steps_done > 0:
                 draft.lacks(f"evidence socket: {why}")
@@ -295,10 +307,11 @@ class EvidenceCollector:
             return
         if not self.process.catches(target.pid, stack_signal):
             return  # py-spy's turn, which says what is missing if it cannot
-        limit_s = BLOCKED_STACKS_LIMIT_S if state == "D" else STACKS_LIMIT_S
+        limit_s = BLOCKED_STACKS_LIMIT_S if state == "D" else draft.pace.stacks_s
         request = StackRequest(target.pid, stack_signal, path)
         if request.send():
-            dump = request.wait(min(time.monotonic() + limit_s, deadline_s))
+            until_s = min(time.monotonic() + limit_s, deadline_s)
+            dump = request.wait(until_s, is_gone=lambda: self.process.state(target.pid) in (None, "Z", "X"))
             if dump is not None and dump.stacks:
                 self._keep_stacks(draft, dump.stacks, dump)
         if request.error:
@@ -318,7 +331,7 @@ class EvidenceCollector:
                 "stacks: no handler in the process and py-spy is not installed (pip install 'steadyrun[stacks]')"
             )
             return
-        limit_s = min(PY_SPY_LIMIT_S, deadline_s - time.monotonic())
+        limit_s = min(draft.pace.py_spy_s, deadline_s - time.monotonic())
         if limit_s <= 0:
             draft.lacks("stacks: no time was left for py-spy")
             return

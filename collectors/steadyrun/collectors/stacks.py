@@ -34,6 +34,7 @@ __all__ = [
 
 MAX_DUMP_BYTES: Final = 4 << 20
 _SETTLED_S: Final = 0.005  # the dump looks whole and has not grown for this long
+_GONE_EVERY_S: Final = 0.02
 _QUIET_S: Final = 0.15  # it does not look whole (a thread without a module frame, say) and has not grown for this long
 
 _THREAD = re.compile(
@@ -196,9 +197,15 @@ class StackRequest:
         deadline_s: float,
         now_s: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> StackDump | None:
-        """The dump once it is whole, or what there is at *deadline_s* (CLOCK_MONOTONIC); None if nothing came."""
+        """The dump once it is whole, or what there is at *deadline_s* (CLOCK_MONOTONIC); None if nothing came.
+
+        Args:
+            is_gone: asked now and then; once true, nothing more is waited for.
+        """
         size, changed_s = self.offset, now_s()
+        asked_s = changed_s
         while True:
             now = now_s()
             new_size = file_size(self.path)
@@ -208,6 +215,11 @@ class StackRequest:
                 dump = last_dump(self.path, self.offset)
                 if dump is not None and (dump.whole or now - changed_s >= _QUIET_S):
                     return dump
+            if now - asked_s >= _GONE_EVERY_S:
+                asked_s = now
+                if is_gone():
+                    self.error = "the process ended before it answered"
+                    return last_dump(self.path, self.offset)
             if now >= deadline_s:
                 self.error = "" if size > self.offset else "no answer to the stack signal"
                 return last_dump(self.path, self.offset)
