@@ -53,8 +53,8 @@ def test_training_steps_on_while_the_agent_is_stopped_for_a_minute(start: JobSta
 def test_sigkill_of_the_agent_takes_ranks_standbys_and_their_children_with_it(start: JobStarter) -> None:
     job = start("steps.py", OPTIONS, [1_000_000, 0.02], faults="grandchildren rank=0 step=5; shm rank=1 step=5")
     job.wait_for_step(150, ranks=(0, 1))
-    job.wait_for(lambda: job.journal("standby"), 30, "standbys are started")
-    pids = [*job.pids().values(), *job.journal("standby")[-1].get("pids", ())]
+    job.wait_for(lambda: job.journal("standby", event="ready"), 30, "standbys are ready")
+    pids = [*job.pids().values(), *job.journal("standby", event="started")[-1]["pids"]]
     assert len(pids) == 4, job.journal("standby")
     assert all(is_alive(p) for p in pids)
     job.send(signal.SIGKILL)
