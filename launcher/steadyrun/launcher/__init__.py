@@ -1,7 +1,7 @@
 """Start, watch and restart a training job: what ``torch.distributed.run`` is to ``torchrun``, this is to ``steadyrun``.
 
-``main(args)``, ``run(namespace)`` and ``get_args_parser()`` are used as torch's; they are loaded when first asked for,
-because they import torch.
+``main(args)``, ``run(namespace)``, ``get_args_parser()`` and ``parse_args()`` are used as torch's; they are loaded when
+first asked for, because they import torch. Any other public name is that of ``torch.distributed.run``.
 """
 
 from __future__ import annotations
@@ -23,4 +23,8 @@ def __getattr__(name: str) -> Any:
         # The module of this name stays as the attribute once it is imported, so it can be called like its function.
         module = importlib.import_module("steadyrun.launcher.main")
         return module if name == "main" else getattr(module, name)
+    if not name.startswith("_"):
+        torchs = importlib.import_module("torch.distributed.run")
+        if hasattr(torchs, name):
+            return getattr(torchs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import registry as rdzv_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 import steadyrun.watch
@@ -190,7 +190,7 @@ class SteadyLaunch:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
         shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(WorkerSpec) if hasattr(config, f.name)}
         try:
-            handler = get_rendezvous_handler(parameters)
+            handler = rdzv_registry.get_rendezvous_handler(parameters)
         except RendezvousConnectionError as e:
             raise RunEndedError(_cannot_join(config.rdzv_endpoint, e)) from e
         spec = WorkerSpec(
@@ -662,23 +662,36 @@ class _Console:
             list(getattr(spec, "duplicate_stderr_filters", None) or ()),
         )
         self._followed: list[Path] = []
-        self._duplicates: list[tuple[TailLog, TextIO]] = []
+        self._tails: list[TailLog] = []
+        self._files: list[TextIO] = []
 
     def begin_attempt(self, destinations: Mapping[int, tuple[Destination, Destination]], dest: LogsDest) -> None:
         self._retire()
-        for streams in destinations.values():
-            for sink, stream in enumerate(streams, start=1):
-                if stream.follow and stream.path is not None:
-                    self._tailer.follow(stream.path, sink, stream.prefix)
-                    self._followed.append(stream.path)
-        for needles, teed, name in zip(
-            self._filters, (dest.tee_stdouts, dest.tee_stderrs), ("filtered_stdout", "filtered_stderr"), strict=True
-        ):
+        for sink in (1, 2):
+            streams = {local_rank: pair[sink - 1] for local_rank, pair in destinations.items()}
+            self._copy(sink, streams)
+            teed = {lr: str(s.path) for lr, s in streams.items() if s.follow and s.prefix}
+            needles = self._filters[sink - 1]
             if needles:
-                file = open(getattr(dest, name), "w", errors="replace", buffering=1)  # noqa: SIM115  # closed in _retire
-                prefixes = {lr: streams[0].prefix or streams[1].prefix for lr, streams in destinations.items()}
-                tail = TailLog(self._role, teed, file, prefixes, log_line_filter=partial(_has_any, needles))
-                self._duplicates.append((tail.start(), file))
+                name = dest.filtered_stdout if sink == 1 else dest.filtered_stderr
+                file = open(name, "w", errors="replace", buffering=1)  # noqa: SIM115  # closed in _retire
+                self._files.append(file)
+                self._tail(teed, file, streams, log_line_filter=partial(_has_any, needles))
+
+    def _copy(self, sink: int, streams: Mapping[int, Destination]) -> None:
+        shown = {lr: stream for lr, stream in streams.items() if stream.follow and stream.path is not None}
+        console: Any = (sys.stdout, sys.stderr)[sink - 1]
+        if not _is_descriptor(console, sink):  # a notebook's, or a test's, which only Python code can write to
+            self._tail({lr: str(stream.path) for lr, stream in shown.items()}, console, shown)
+            return
+        for stream in shown.values():
+            assert stream.path is not None
+            self._tailer.follow(stream.path, sink, stream.prefix)
+            self._followed.append(stream.path)
+
+    def _tail(self, files: dict[int, str], to: TextIO, streams: Mapping[int, Destination], **newer: Any) -> None:
+        prefixes = {lr: streams[lr].prefix for lr in files}
+        self._tails.append(TailLog(self._role, files, to, prefixes, **newer).start())
 
     def close(self) -> None:
         self._retire()
@@ -687,10 +700,19 @@ class _Console:
         for path in self._followed:
             self._tailer.retire(path)
         self._followed.clear()
-        for tail, file in self._duplicates:
+        for tail in self._tails:
             tail.stop()
+        self._tails.clear()
+        for file in self._files:
             file.close()
-        self._duplicates.clear()
+        self._files.clear()
+
+
+def _is_descriptor(stream: Any, fd: int) -> bool:
+    try:
+        return bool(stream.fileno() == fd)
+    except (AttributeError, OSError, ValueError):  # io.UnsupportedOperation is both of the latter
+        return False
 
 
 def _has_any(needles: Sequence[str], line: str) -> bool:

@@ -54,6 +54,8 @@ class LogsDest(Protocol):
     tee_stdouts: dict[int, str]
     tee_stderrs: dict[int, str]
     error_files: dict[int, str]
+    filtered_stdout: str
+    filtered_stderr: str
 
 
 class LogsSpecs(Protocol):

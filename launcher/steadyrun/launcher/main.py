@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -262,6 +263,9 @@ class _CallableModule(types.ModuleType):
 
     def __call__(self, args: Sequence[str] | None = None) -> None:
         main(args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)  # as the target of a multiprocessing.Process
 
 
 sys.modules[__name__].__class__ = _CallableModule
