@@ -90,6 +90,16 @@ def test_when_all_ranks_ended_with_zero_the_node_finishes_once_and_leaves_when_a
     assert d.out == [ev.Leave(ExitClass.OK, "all ranks ended with 0")]
 
 
+def test_a_finished_node_does_not_wait_for_ever_for_a_lost_one(driver: Make) -> None:
+    d = driver(nodes=2).running()
+    d.at(20.0, ev.RankExited(0, 0))
+    d.at(20.0, ev.RankExited(1, 0))
+    due_s = d.machine.next_deadline_s()
+    assert d.machine.limits.evaluation_s < due_s < 8_000.0
+    d.at(due_s, ev.Tick())
+    assert [c.exit_class for c in d.out] == [ExitClass.OK]
+
+
 def test_a_finished_node_still_obeys_a_restart(driver: Make) -> None:
     d = driver(nodes=2).running()
     d.at(20.0, ev.RankExited(0, 0))

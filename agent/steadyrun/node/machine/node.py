@@ -211,6 +211,7 @@ class _Attempt:
     grace_s: float = inf
     asked_until_s: float = inf
     finished_told: bool = False
+    finish_until_s: float = inf
     standbys_asked: bool = False
     sweep_until_s: float = inf
     swept: bool = False
@@ -286,7 +287,7 @@ class NodeMachine:
         due_s = [r.deadline_s for r in a.ranks.values()]
         match self.phase:
             case P.STARTING | P.RUNNING:
-                due_s.append(a.announced_until_s)
+                due_s += [a.announced_until_s, a.finish_until_s]
                 due_s.append(self._next_judgement_s())
             case P.GATHERING:
                 due_s.append(a.last_words_until_s)
@@ -961,7 +962,13 @@ class NodeMachine:
         if all(r.ended_well for r in a.ranks.values()):
             if not a.finished_told:
                 a.finished_told = True
+                # A node that was lost in the meantime never finishes, and nobody is left to be hurt by it. Another one
+                # may be busy with a last evaluation, but not for longer than every limit; unless it only observes.
+                if self.mode is Mode.ACT:
+                    a.finish_until_s = now_s + watchdog.quiet_s(self.limits) + self.limits.teardown_s
                 out.append(Finish(a.number))
+            elif now_s >= a.finish_until_s:
+                self._leave(ExitClass.OK, "all local ranks ended with 0; other nodes have not said so", now_s, out)
         elif self.phase is P.RUNNING and self._waiting_nodes > 0:
             waiting, self._waiting_nodes = self._waiting_nodes, 0
             self._announce(_Cause("membership", f"membership: {waiting} node(s) wait to join"), now_s, out)
