@@ -29,7 +29,18 @@ from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.events import Decision, Limits, NodePhase, RankPhase, RankSlot
 from steadyrun.node.machine.node import NodeMachine
 
-__all__ = ["FAULT_KINDS", "Fault", "GatherMade", "Incident", "KillMade", "Script", "World", "restart_while"]
+__all__ = [
+    "FAULT_KINDS",
+    "Doing",
+    "Fault",
+    "GatherMade",
+    "Incident",
+    "KillMade",
+    "Script",
+    "SimRank",
+    "World",
+    "restart_while",
+]
 
 RANK_FAULTS: Final = (
     "kill",  # dies of SIGKILL
@@ -317,7 +328,6 @@ class World:
         self.stops: list[tuple[float, int, ev.PublishStop]] = []
         self.kills: list[KillMade] = []
         self.commands: list[tuple[float, int, ev.Command]] = []
-        self.node_phases: set[tuple[NodePhase, NodePhase]] = set()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._pids = itertools.count(1000)
