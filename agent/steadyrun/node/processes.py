@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from typing import IO, Any, Final
 
 from steadyrun.node.ports import ExitSeen, SpawnSpec, SweepReport
 from steadyrun.node.sweep import (
+    RLIMIT_LOCKS,
     ProcessEntry,
     ShmSnapshot,
+    Tag,
     descendants_of,
     has_marker,
     inherit,
@@ -75,7 +78,8 @@ class _Known:
 class LinuxProcessTable:
     """``ProcessTable`` with real processes. All calls come from one thread, which must live as long as the agent.
 
-    The agent becomes a subreaper, so that whatever a rank started stays a descendant of the agent, however it forks.
+    The agent becomes a subreaper, so that whatever a rank started stays a descendant of the agent, however it forks,
+    and ranks get a Tag, by which their descendants are known whatever they do.
 
     Args:
         marker: value of STEADYRUN_RUN in the environment of this node's ranks.
@@ -86,6 +90,7 @@ class LinuxProcessTable:
         self._marker = marker
         self._proc = proc
         self._shm = shm
+        self._tag = Tag.of_agent(os.getpid(), proc)
         self._children: dict[int, _Child] = {}
         self._known = _Known()
         self._own_pids: set[int] = set()  # all that ever belonged to a rank; names in /dev/shm hold them
@@ -129,6 +134,8 @@ class LinuxProcessTable:
 
     def _fork(self, spec: SpawnSpec, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> subprocess.Popen[bytes]:
         parent, prctl, nice, no_signals = os.getpid(), self._prctl, spec.nice, frozenset[int]()
+        limits = (self._tag.value(spec.attempt), resource.getrlimit(RLIMIT_LOCKS)[1])
+        set_limit = resource.setrlimit
 
         def in_child() -> None:
             # Between fork and exec, in a copy of a process with threads: no import, no lock, no logging.
@@ -136,6 +143,8 @@ class LinuxProcessTable:
             if os.getppid() != parent:
                 os._exit(1)  # the agent died before the line above took effect
             signal.pthread_sigmask(signal.SIG_SETMASK, no_signals)
+            with contextlib.suppress(OSError, ValueError):  # a lowered hard limit: parentage and marker must do
+                set_limit(RLIMIT_LOCKS, limits)
             if nice:
                 os.nice(nice)
 
@@ -179,13 +188,19 @@ class LinuxProcessTable:
             pid, entry.start_ticks, rank, attempt, _open_pidfd(pid), entry.pgrp == pid, None, exit_code
         )
         self._own_pids.add(pid)
+        self._set_tag(pid, attempt)
 
     def assign(self, pid: int, rank: int, attempt: int) -> None:
         """From now on *pid*, a standby so far, is this rank of this attempt. Raises KeyError for a foreign pid."""
         child = self._children[pid]
         child.rank, child.attempt = rank, attempt
+        self._set_tag(pid, attempt)
         if attempt not in self._shm_before:
             self._shm_before[attempt] = frozenset((f.name, f.inode) for f in list_shm(self._shm))
+
+    def _set_tag(self, pid: int, attempt: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(pid, RLIMIT_LOCKS, (self._tag.value(attempt), resource.getrlimit(RLIMIT_LOCKS)[1]))
 
     # -- watching ------------------------------------------------------------------------------------------------------
     def fileno_of(self, pid: int) -> int:
@@ -306,7 +321,10 @@ class LinuxProcessTable:
         if self._known.leader_of.get(entry.incarnation) == child.pid:
             return True
         in_group = child.leads_group and child.pid in (entry.pgrp, entry.session)
-        return in_group and entry.pid != child.pid and has_marker(entry, self._marker, self._proc)
+        return in_group and entry.incarnation != (child.pid, child.start_ticks) and self._is_marked(entry)
+
+    def _is_marked(self, entry: ProcessEntry) -> bool:
+        return self._tag.attempt_of(entry.pid) is not None or has_marker(entry, self._marker, self._proc)
 
     def _send_to(self, entry: ProcessEntry, signum: int) -> bool:
         """By pidfd, and only if the number still means the same process."""
@@ -383,13 +401,16 @@ class LinuxProcessTable:
             leader = self._known.leader_of.get(entry.incarnation)
             if entry.pid in spared or leader in spared:
                 continue
-            # The marker counts among our descendants only: a subreaper keeps them all, and another job may have the
-            # same run id.
-            if (
-                leader is not None
-                or entry.incarnation in finished
-                or (entry.pid in ours and (_is_stray(entry) or has_marker(entry, self._marker, self._proc)))
-            ):
+            if leader is not None or entry.incarnation in finished:
+                found.append(entry)
+                continue
+            tagged = self._tag.attempt_of(entry.pid)
+            if tagged is not None:
+                if STANDBY_ATTEMPT < tagged <= attempt or not spared:
+                    found.append(entry)
+            # Where there is no tag: a subreaper keeps all descendants, and the marker counts among them only, because
+            # another job may have the same run id.
+            elif entry.pid in ours and (_is_stray(entry) or has_marker(entry, self._marker, self._proc)):
                 found.append(entry)
         return found
 
@@ -400,7 +421,12 @@ class LinuxProcessTable:
         for entry in processes.values():
             if entry.state != "Z" or entry.ppid != os.getpid() or entry.pid in self._children:
                 continue
-            is_known = entry.incarnation in self._known.leader_of or entry.session in self._children or _is_stray(entry)
+            is_known = (
+                entry.incarnation in self._known.leader_of
+                or self._tag.attempt_of(entry.pid) is not None
+                or entry.session in self._children
+                or _is_stray(entry)
+            )
             since_s = self._orphans.get(entry.incarnation, now_s)
             # A stranger in a session of its own: nobody asked for its exit code in 10 s, so nobody will.
             if is_known or (entry.session != os.getsid(0) and now_s - since_s > _ORPHAN_AGE_S):

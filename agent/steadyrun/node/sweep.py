@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from typing import Final
 
 __all__ = [
     "MARKER_NAME",
+    "RLIMIT_LOCKS",
     "ProcessEntry",
     "ShmFile",
     "ShmSnapshot",
+    "Tag",
     "descendants_of",
     "has_marker",
     "inherit",
@@ -30,6 +33,9 @@ __all__ = [
 ]
 
 MARKER_NAME: Final = "STEADYRUN_RUN"
+RLIMIT_LOCKS: Final = 10  # on all of Linux; Python's resource module does not name it
+_ATTEMPT_BITS: Final = 16
+_ATTEMPT_MASK: Final = (1 << _ATTEMPT_BITS) - 1
 
 # Files whose name holds the pid of the process that made them. torch: file_system sharing strategy; pym: the heap of
 # multiprocessing; KMP: the OpenMP runtime's registration; cuda.shm: the CUDA driver (pid in hexadecimal).
@@ -150,6 +156,41 @@ def has_marker(entry: ProcessEntry, marker: str, proc: Path = Path("/proc")) -> 
     except OSError:
         return False
     return f"{MARKER_NAME}={marker}".encode() in environ.split(b"\0")
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A mark that every descendant of a rank has, and cannot lose: the soft limit on file locks.
+
+    ``RLIMIT_LOCKS`` has had no effect since Linux 2.4.25; it survives fork, exec, setsid and an emptied environment,
+    and one system call reads it from any process of the user, also from one in state D. The value names one agent (pid
+    and start time) and the attempt, so that jobs with the same run id are not taken for one another.
+    """
+
+    base: int
+
+    @classmethod
+    def of_agent(cls, pid: int, proc: Path = Path("/proc")) -> Tag:
+        """The tag of the agent *pid*, as the agent itself and its guardian compute it."""
+        entry = read_process(pid, proc)
+        ticks = entry.start_ticks if entry is not None else 0
+        return cls(((ticks & 0xFFFFFF) << 22 | pid) << _ATTEMPT_BITS)
+
+    def value(self, attempt: int) -> int:
+        """What a process of *attempt* (-1: a standby) gets as its limit."""
+        return self.base | (attempt + 1) & _ATTEMPT_MASK
+
+    def attempt_of(self, pid: int) -> int | None:
+        """The attempt that *pid* descends from; None: it is not ours, gone, or of another user."""
+        try:
+            soft = resource.prlimit(pid, RLIMIT_LOCKS)[0]
+        except (OSError, ValueError):
+            return None
+        return (soft & _ATTEMPT_MASK) - 1 if soft > 0 and soft & ~_ATTEMPT_MASK == self.base else None
+
+    def pids(self, proc: Path = Path("/proc")) -> list[int]:
+        """All processes that have it, zombies included."""
+        return [int(n) for n in os.listdir(proc) if n.isdigit() and self.attempt_of(int(n)) is not None]
 
 
 @dataclass(frozen=True, slots=True)

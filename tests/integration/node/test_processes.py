@@ -16,7 +16,7 @@ import pytest
 
 from steadyrun.node.ports import SpawnSpec
 from steadyrun.node.processes import LinuxProcessTable
-from steadyrun.node.sweep import list_shm, read_process
+from steadyrun.node.sweep import Tag, list_shm, read_process
 
 DEADLINE_S = 30.0
 MARKER = f"integration-{os.getpid()}:node"
@@ -160,6 +160,14 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """,
+    "orphan that leads a session, without our environment": """
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        os.execve(sys.executable, [sys.executable, '-c', SLEEPER.format('')], {})
+    os._exit(0)
+os.wait()
+""",
     "grandchild of a dead child": """
 if os.fork() == 0:
     sleeper()
@@ -169,12 +177,11 @@ os.wait()
 }
 
 
-@pytest.mark.parametrize("how", LEAVERS, ids=[k.replace(" ", "_") for k in LEAVERS])
+@pytest.mark.parametrize("how", LEAVERS, ids=[k.replace(" ", "_").replace(",", "") for k in LEAVERS])
 @pytest.mark.parametrize("end", ["killed", "by itself"])
 def test_nothing_that_a_rank_started_outlives_the_sweep(ranks: Ranks, how: str, end: str) -> None:
     pid, child = map(int, ranks.start(LEAVERS[how] + "\nsignal.sigwait([signal.SIGUSR1])"))
     assert is_alive(child)
-    ranks.table.record_descendants()  # as the loop does every few seconds
     if end == "killed":
         assert ranks.end(pid) == -signal.SIGKILL
     else:
@@ -197,6 +204,32 @@ def test_sweep_spares_ranks_of_later_attempts_and_what_they_started(ranks: Ranks
     assert is_alive(loader)
     ranks.end(new)
     assert [pid for pid, _ in ranks.table.sweep(1).ended] == [loader]
+
+
+def test_without_the_tag_recorded_descendants_are_found_all_the_same(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tag, "attempt_of", lambda self, pid: None)  # as where the hard limit is too low
+    script = LEAVERS["orphan that leads a session, without our environment"] + "\nsignal.pause()"
+    script = script.replace("    os._exit(0)\nos.wait()", "    signal.pause()")  # the parent lives at first
+    pid, child = map(int, ranks.start(script))
+    ranks.table.record_descendants()
+    ranks.end(pid)
+    assert child in [p for p, _ in ranks.table.sweep(0).ended]
+    assert not is_alive(child)
+
+
+def test_tag_names_the_attempt_and_follows_a_standby(ranks: Ranks) -> None:
+    tag = Tag.of_agent(os.getpid())
+    rank, child = map(int, ranks.start("sleeper(env={}, start_new_session=True); signal.pause()", attempt=4))
+    standby = int(ranks.start("tell('up'); signal.pause()", attempt=-1)[0])
+    assert [tag.attempt_of(p) for p in (rank, child, standby, os.getpid(), 1)] == [4, 4, -1, None, None]
+    assert Tag.of_agent(1).attempt_of(rank) is None
+    assert {rank, child, standby} <= set(tag.pids())
+    ranks.table.assign(standby, 0, 5)
+    assert tag.attempt_of(standby) == 5
+    ranks.end(rank)
+    ranks.end(standby)
 
 
 def test_sweep_leaves_the_agents_other_children_alone(ranks: Ranks) -> None:
@@ -271,7 +304,7 @@ def test_dead_orphans_do_not_stay_as_zombies(ranks: Ranks, wait_until: Callable[
             """
         ),
     )
-    wait_until(lambda: (ranks.table.record_descendants(), read_process(orphan) is None)[1], 20.0, "zombie was kept")
+    wait_until(lambda: (ranks.table.record_descendants(), read_process(orphan) is None)[1], 5.0, "zombie was kept")
     ranks.end(pid)
 
 
