@@ -81,12 +81,14 @@ def run_incidents(args: argparse.Namespace, console: Console) -> int:
         Column("ranks"),
         Column("action"),
         Column("delay", right=True),
-        Column("summary", grows=True),
     )
     now_unix_s = time.time()
-    rows = [_row(i, console, now_unix_s) for i in found]
-    for line in console.table(columns, rows):
-        console.print(line)
+    heads, *rows = console.table(columns, [_row(i, console, now_unix_s) for i in found])
+    console.print(heads)
+    for incident, row in zip(found, rows, strict=True):
+        console.print(row)
+        for line in console.wrapped(plain(incident.summary), 4):
+            console.print(line)
     console.print(console.styled(f"\n{run.root}\nmore: steadyctl show NO{_run_option(args.where)}", "dim"))
     return 0
 
@@ -111,7 +113,6 @@ def _row(incident: IncidentFile, console: Console, now_unix_s: float) -> list[st
         _ranks(incident.ranks) + (f" +{more}" if more > 0 else ""),
         plain(action) + (" (observed)" if verdict.get("mode") == "observe" else ""),
         duration(verdict.get("detection_delay_s")),
-        plain(incident.summary),
     ]
 
 
@@ -196,9 +197,7 @@ def _story(
         lines += _findings(incident.findings, console)
         victims = [int(r) for r in verdict.get("victims", ())]
         if victims:
-            lines += _field(
-                "victims", f"rank{'s' * (len(victims) > 1)} {_ranks(victims)}: waited for the above", console
-            )
+            lines += _field("victims", f"rank{'s' * (len(victims) > 1)} {_ranks(victims)}: suffered from it", console)
         for text in verdict.get("missing", ()):
             lines += _field("missing", plain(text), console)
     if groups:
@@ -208,7 +207,9 @@ def _story(
     if tails:
         lines += _heading("last log lines", console)
         for rank, tail in tails.items():
-            lines += [console.styled(f"  rank {rank}", "bold"), *(f"    {plain(t)}"[: console.width] for t in tail)]
+            lines.append(console.styled(f"  rank {rank}", "bold"))
+            for text in tail:
+                lines += console.wrapped(plain(text), 6, "    ")
     files = _files(incident.folder)
     if files:
         lines += _heading("files", console)
@@ -227,10 +228,10 @@ def _facts(verdict: Mapping[str, Any], recovery: Recovery | None, console: Conso
     mode = "" if verdict.get("mode") != "observe" else " (mode observe: nobody was touched)"
     detected = f"{clock_time(at, with_date=True)} ({ago(at, time.time())}), attempt {verdict.get('attempt')}"
     lines = _field("detected", detected, console)
-    lines += _field("delay", f"{duration(verdict.get('detection_delay_s'))} after the last sign of progress", console)
+    lines += _field("delay", _delay(verdict), console)
     action = _ACTIONS.get(str(verdict.get("action")), plain(verdict.get("action")))
     reason = plain(verdict.get("reason") or "")
-    lines += _field("action", f"{action}{mode}" + (f": {reason}" if reason else ""), console)
+    lines += _field("action", f"{action}{mode}" + (f": {reason}" if reason not in ("", action) else ""), console)
     if recovery is not None:
         warm = f"{recovery.warm_ranks} of {recovery.ranks} from warm standbys"
         text = (
@@ -239,6 +240,17 @@ def _facts(verdict: Mapping[str, Any], recovery: Recovery | None, console: Conso
         )
         lines += _field("recovered", text, console, "green")
     return lines
+
+
+def _delay(verdict: Mapping[str, Any]) -> str:
+    """How long it took to notice, and counted from what."""
+    details = verdict.get("details") or {}
+    text = duration(verdict.get("detection_delay_s"))
+    if details.get("trigger") == "exit":
+        return f"{text} after the process had ended"
+    past_limit_s = details.get("past_limit_s")
+    past = f", {past_limit_s:.2f} s past its limit" if isinstance(past_limit_s, (int, float)) else ""
+    return f"{text} after the last sign of progress{past}"
 
 
 def _findings(findings: Sequence[Mapping[str, Any]], console: Console) -> list[str]:

@@ -230,6 +230,8 @@ def _look_at_rank(
     if view is None or view.pid != pid or view.attempt != live.attempt:
         note = _note(phase, letter, None) if agent_alive else ""
         return RankLook(rank, slot, live.node, pid, phase, letter, note=note)
+    if phase in ("standby", "starting"):
+        phase = "running"  # the file is some seconds old, the board is not
     sections = tuple(
         OpenLook(s.name, max(now_s - s.since_s, 0.0), s.lane, s.first)
         for s in sorted(view.sections, key=lambda s: (s.lane, s.since_s))

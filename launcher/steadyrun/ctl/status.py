@@ -130,16 +130,20 @@ def _head(look: RunLook, console: Console, now_unix_s: float) -> list[str]:
         word = "for" if look.state == "live" else "after"
         parts[0] += f" {word} {duration(until - look.started_at_unix_s)}"
     if look.world_size:
-        parts.append(f"{look.world_size} rank{'s' * (look.world_size != 1)}")
+        parts.append(_count(look.world_size, "rank"))
     if look.state == "live" and look.nodes:
         parts.append(f"attempt {max(n.attempt for n in look.nodes)}")
-    parts.append("no restart" if not look.restarts else f"{look.restarts} restart{'s' * (look.restarts != 1)}")
+    parts.append(_count(look.restarts, "restart"))
     name = plain(look.run_id)[:40]
     lines = [console.styled(name, "bold") + "  " + ", ".join(parts)]
     lines.append(console.styled(f"{look.run}"[: console.width], "dim"))
     if look.command:
         lines.append(console.styled(plain(look.command)[: console.width], "dim"))
     return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"no {noun}" if not number else f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _node(node: NodeLook, console: Console, now_unix_s: float) -> list[str]:
@@ -267,7 +271,7 @@ def _ending(look: RunLook, console: Console) -> list[str]:
         if look.ending.get("reason"):
             lines += console.wrapped(plain(look.ending["reason"]), 2, "  ")
     if look.attempts:
-        lines.append(f"{look.attempts} attempt{'s' * (look.attempts != 1)}, {len(look.incidents)} incident(s)")
+        lines.append(f"{_count(look.attempts, 'attempt')}, {_count(len(look.incidents), 'incident')}")
     if look.last_steps:
         steps = sorted(set(look.last_steps.values()))
         spread = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
@@ -279,8 +283,9 @@ def _incidents(look: RunLook, console: Console, now_unix_s: float) -> list[str]:
     lines = [console.styled("incidents", "bold")]
     for told in look.incidents[-3:]:
         ranks = ",".join(map(str, told["ranks"])) or "-"
-        head = f"  {told['incident']}  {ago(told['detected_at_unix_s'], now_unix_s)}, {told['class']}, rank {ranks}, "
-        lines += console.wrapped(plain(f"{head}{told['action']}: {told['summary']}"), 5)[:2]
+        head = f"{ago(told['detected_at_unix_s'], now_unix_s)}, {told['class']}, rank {ranks}, "
+        text = plain(f"{head}{told['action']}: {told['summary']}")
+        lines += console.wrapped(text, 6, f"{told['incident']:>4}  ")[:3]
     if len(look.incidents) > 3:
         lines.append(console.styled(f"  and {len(look.incidents) - 3} earlier: steadyctl incidents", "dim"))
     return lines

@@ -142,7 +142,7 @@ def test_a_finished_run_is_summed_up_from_its_journal(ctl: Callable[..., Any], e
     result = ctl("status", ended_run.root)
     assert result.code == 0
     text = " ".join(result.out.split())
-    for words in ("ended after 5m00s", "ended well", "exit code 0", "2 attempts, 2 incident(s)", "last step seen: 40"):
+    for words in ("ended after 5m00s", "ended well", "exit code 0", "2 attempts, 2 incidents", "last step seen: 40"):
         assert words in text, (words, result.out)
 
 
