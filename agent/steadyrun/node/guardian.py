@@ -1,10 +1,11 @@
 """The guardian: a small process that outlives a killed agent just long enough to leave nothing behind.
 
 Ranks die with the agent by PR_SET_PDEATHSIG, but what they started (data loaders, helpers in sessions of their own,
-files in /dev/shm) does not. The guardian waits on a pipe whose other end only the agent holds. A ``bye`` means a normal end;
-end-of-file without it means that the agent is gone, and the guardian ends every process that carries the run's marker.
+files in /dev/shm) does not. The guardian waits on a pipe whose other end only the agent holds. A ``bye`` means a normal
+end; end-of-file without it means that the agent is gone, and the guardian ends every process that has the agent's tag,
+or carries the run's marker and has no agent's tag.
 
-Run as ``python -m steadyrun.node.guardian FD MARKER RUN_FOLDER NODE``.
+Run as ``python -m steadyrun.node.guardian FD TAG MARKER RUN_FOLDER NODE``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Guardian", "end_marked"]
+from steadyrun.node.sweep import MARKER_NAME, Tag, has_marker, is_tagged, remove_shared_memory, scan_processes
 
-MARKER_NAME: Final = "STEADYRUN_RUN"
+__all__ = ["Guardian", "end_left"]
+
 LIMIT_S: Final = 10.0
 
 
@@ -35,9 +37,10 @@ class Guardian:
         """
         read_fd, self._fd = os.pipe()
         env = {k: v for k, v in os.environ.items() if k != MARKER_NAME}
+        tag = str(Tag.of_agent(os.getpid()).base)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-E", "-s", "-m", __name__, str(read_fd), marker, str(run_folder), node],
+                [sys.executable, "-E", "-s", "-m", __name__, str(read_fd), tag, marker, str(run_folder), node],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -61,52 +64,36 @@ class Guardian:
             self._process.wait()
 
 
-def marked_pids(marker: str, proc: Path = Path("/proc")) -> list[int]:
-    """Processes of this user whose environment at exec held the marker, ourselves left out."""
-    wanted = f"{MARKER_NAME}={marker}".encode()
+def left_pids(tag: Tag, marker: str, proc: Path = Path("/proc")) -> list[int]:
+    """What ranks of the agent with this tag have left. The marker decides only where there is no tag at all: another
+    job of this user may have the same run id."""
     found: list[int] = []
-    for entry in proc.iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for entry in scan_processes(proc).values():
+        if entry.is_dead or entry.pid == os.getpid():
             continue
-        try:
-            environ = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environ.split(b"\0"):
-            found.append(int(entry.name))
+        is_ours = tag.attempt_of(entry.pid) is not None
+        if is_ours or (not is_tagged(entry.pid) and has_marker(entry, marker, proc)):
+            found.append(entry.pid)
     return found
 
 
-def end_marked(marker: str, limit_s: float = LIMIT_S) -> tuple[list[int], list[int]]:
-    """SIGKILL everything with the marker until nothing is left: (ended, still there after *limit_s*)."""
+def end_left(tag: Tag, marker: str, limit_s: float = LIMIT_S) -> tuple[list[int], list[int]]:
+    """SIGKILL all of them until nothing is left: (ended, still there after *limit_s*)."""
     deadline_s = time.monotonic() + limit_s
     ended: set[int] = set()
     while True:
-        alive = [pid for pid in marked_pids(marker) if not _is_dead(pid)]
+        alive = left_pids(tag, marker)
         if not alive or time.monotonic() > deadline_s:
-            return sorted(ended), alive
+            return sorted(ended.difference(alive)), alive
         for pid in alive:
-            for signum in (signal.SIGCONT, signal.SIGKILL):
-                try:
-                    os.kill(pid, signum)
-                    ended.add(pid)
-                except ProcessLookupError:
-                    break
-                except PermissionError:
-                    break
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)  # which ends stopped processes too
+                ended.add(pid)
         time.sleep(0.05)
 
 
-def _is_dead(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    return stat[stat.rfind(")") + 2] in "ZX"
-
-
 def main(argv: list[str]) -> int:
-    fd, marker, run_folder, node = int(argv[0]), argv[1], Path(argv[2]), argv[3]
+    fd, tag, marker, run_folder, node = int(argv[0]), Tag(int(argv[1])), argv[2], Path(argv[3]), argv[4]
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)  # it ends when the agent ends, not before
     started_unix_s = time.time()
@@ -115,9 +102,8 @@ def main(argv: list[str]) -> int:
         said += chunk
     if said.startswith(b"bye"):
         return 0
-    ended, left = end_marked(marker)
+    ended, left = end_left(tag, marker)
     from steadyrun.core.journal import Journal
-    from steadyrun.node.sweep import remove_shared_memory
 
     removed = remove_shared_memory(since_unix_s=started_unix_s)
     journal = Journal(run_folder / "journal" / f"{node}.jsonl", node)

@@ -24,6 +24,7 @@ __all__ = [
     "descendants_of",
     "has_marker",
     "inherit",
+    "is_tagged",
     "list_shm",
     "parse_stat",
     "read_process",
@@ -191,6 +192,15 @@ class Tag:
     def pids(self, proc: Path = Path("/proc")) -> list[int]:
         """All processes that have it, zombies included."""
         return [int(n) for n in os.listdir(proc) if n.isdigit() and self.attempt_of(int(n)) is not None]
+
+
+def is_tagged(pid: int) -> bool:
+    """*pid* descends from a rank of some agent on this machine."""
+    try:
+        soft = resource.prlimit(pid, RLIMIT_LOCKS)[0]
+    except (OSError, ValueError):
+        return False
+    return soft != resource.RLIM_INFINITY and soft >= 1 << _ATTEMPT_BITS
 
 
 @dataclass(frozen=True, slots=True)
