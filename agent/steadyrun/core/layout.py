@@ -41,9 +41,9 @@ S_CKPT_DONE = 17  # sections named "checkpointing" completed in this attempt
 LANES = 4  # lane 0 is the main thread; others go to threads that open sections
 LANE_DEPTH = 16
 LANE_WORDS = 1 + LANE_DEPTH  # native thread id, entries
-# An entry is a double: (name id + 1) * TAG_S + the time of entry, seconds since the base (to a microsecond, for 2 years);
-# once the section is closed: only the time of that. The open sections of a lane are its entries up to the first below
-# TAG_S. Doubles, because CPython adds and stores them in half the time it needs for integers beyond 30 bits.
+# An entry is a double: (name id + 1) * TAG_S + the time of entry, seconds since the base (to a microsecond, for two
+# years); once the section is closed: only the time of that. The open sections of a lane are its entries up to the first
+# below TAG_S. Doubles, because CPython adds and stores them in half the time it needs for integers beyond 30 bits.
 TAG_S = float(1 << 26)
 SHORTEST_NS = (
     10_000  # sections shorter than this are not put into the ring: they would flood it, and nobody waits for them
