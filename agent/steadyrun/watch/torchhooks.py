@@ -45,6 +45,9 @@ class OptimizerSteps:
 
     def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch's hook, after each ``step`` of any optimizer."""
+        if is_initialisation(sys._getframe(1)):
+            self._marks.beat()
+            return
         if self._marker() is not optimizer and not self._take(optimizer):
             self._marks.beat()
             return
@@ -66,6 +69,21 @@ class OptimizerSteps:
 
         self._marker = ref(optimizer)
         return True
+
+
+def is_initialisation(frame: Any) -> bool:
+    """The step whose caller's frame is given is no training: torch makes an optimizer's state by it.
+
+    ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and a rate of zero before it loads
+    into a new optimizer, and at each save of a stateless one such as SGD without momentum.
+    """
+    for _ in range(6):  # wrappers of the profiler, of autograd and of a scheduler lie between
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def steps_in_state(optimizer: Any) -> int | None:
