@@ -323,8 +323,12 @@ def remove_shared_memory(
     in *before* and not older than *since_unix_s*. Files of steadyrun have none of these names.
     """
     uid = os.getuid()
-    live = {int(name) for name in os.listdir(proc) if name.isdigit()}
-    candidates = stale_shm(list_shm(shm), before, uid, live, own_pids, since_unix_s)
+    files = list_shm(shm)
+    if not files:
+        return ()
+    # A zombie has let go of everything; who should reap it may take its time.
+    live = {entry.pid for entry in scan_processes(proc).values() if not entry.is_dead}
+    candidates = stale_shm(files, before, uid, live, own_pids, since_unix_s)
     if not candidates:
         return ()
     used = _used_inodes({c.inode for c in candidates}, shm, proc, uid)

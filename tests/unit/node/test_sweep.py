@@ -165,6 +165,16 @@ def test_removal_spares_what_somebody_maps_or_has_open(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", "psm_aa", "psm_bb"]
 
 
+def test_file_of_a_zombie_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    for name in ("torch_10_1_0", "torch_11_1_0"):
+        (folder / name).write_bytes(b"x")
+    root = proc_tree(tmp_path / "proc", (10, 1), (11, 1))
+    (root / "10" / "stat").write_text(stat_line(10, state="Z"))
+    assert remove_shared_memory(shm=folder, proc=root) == ("torch_10_1_0",)
+
+
 def test_missing_folder_holds_nothing(tmp_path: Path) -> None:
     assert list_shm(tmp_path / "none") == []
     assert remove_shared_memory(shm=tmp_path / "none", proc=proc_tree(tmp_path / "proc", (10, 1))) == ()
