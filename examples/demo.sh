@@ -9,12 +9,12 @@
 #   VENV         where it is, or will be                               (.venv)
 #   TORCH_SPEC   requirement for torch; an index may offer CUDA builds of gigabytes  (torch==2.13.0)
 #   DEMO_OUT     folder for checkpoints, losses and the run's records  (a new temporary folder)
-#   DEMO_STEPS   steps to train                                        (320)
+#   DEMO_STEPS   steps to train                                        (240)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
 torch=${TORCH_SPEC:-torch==2.13.0}
-steps=${DEMO_STEPS:-320}
+steps=${DEMO_STEPS:-240}
 kill_at=$((steps * 9 / 20 + 3))
 hang_at=$((steps * 17 / 20 + 5))
 
