@@ -170,9 +170,10 @@ def activity_of(frames: Sequence[Frame], script: str = "") -> Activity:
         if is_user_frame(frame, script):
             break
         doing = _doing(frame)
-        # Outwards the name becomes the one the user called; waiting inside a checkpoint save stays waiting, while a
-        # barrier inside init_process_group is part of joining.
-        if doing is not None and (best is None or doing is best.doing or (best.doing, doing) in _OUTER_WINS):
+        # Outwards the name becomes the one the user called (of a data loader the innermost says more); waiting inside a
+        # checkpoint save stays waiting, while a barrier inside init_process_group is part of joining.
+        renamed = best is not None and doing is best.doing and doing is not Doing.INPUT
+        if doing is not None and (best is None or renamed or (best.doing, doing) in _OUTER_WINS):
             best = Activity(doing, _op(frame), frame)
     if best is not None:
         return best

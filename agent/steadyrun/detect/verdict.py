@@ -512,7 +512,7 @@ def _stall_confidence(case: _Case, waiting: list[_Case]) -> float:
     if case.doing is Doing.COMPILING:
         confidence = 0.3
     elif r.stack_unchanged is False:
-        confidence = 0.4
+        confidence = 0.55 if r.suspicion is not None and r.suspicion.accepted else 0.4
     elif case.doing is Doing.UNKNOWN:
         confidence = min(confidence, 0.7 if waiting else 0.5)
     return round(confidence, 2)

@@ -22,6 +22,7 @@ from steadyrun.collectors.oom import OomWatch
 from steadyrun.collectors.process import ProcessReader
 from steadyrun.collectors.stacks import StackDump, StackRequest, find_py_spy, last_dump, py_spy_stacks
 from steadyrun.core.board import SlotView
+from steadyrun.core.frames import main_stack, same_place
 from steadyrun.core.records import (
     ExceptionRecord,
     ExitRecord,
@@ -37,16 +38,17 @@ __all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "Target", "ren
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Limits per source, seconds."""
+    """Limits per source, and how long a late rank is looked at for signs of movement, seconds."""
 
     socket_s: float
     stacks_s: float
     py_spy_s: float
+    watch_s: float
 
 
 # Where a rank has died the others' stacks are of less use, and they are on their way out: do not hold up the restart.
-AFTER_A_DEATH: Final = _Pace(socket_s=0.05, stacks_s=0.5, py_spy_s=2.0)
-IN_A_HANG: Final = _Pace(socket_s=0.3, stacks_s=2.0, py_spy_s=5.0)
+AFTER_A_DEATH: Final = _Pace(socket_s=0.05, stacks_s=0.5, py_spy_s=2.0, watch_s=0.0)
+IN_A_HANG: Final = _Pace(socket_s=0.3, stacks_s=2.0, py_spy_s=5.0, watch_s=0.2)
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
 LOG_LINES: Final = 50
 _SUN_PATH: Final = 107  # bytes of a unix socket's address, without the closing 0
@@ -245,6 +247,7 @@ class EvidenceCollector:
             *((type(s).__name__, self._from(s)) for s in self.sources),
             ("stacks", lambda d, until_s: self._stacks(d, stack_signal, until_s)),
             ("process", self._process_facts),
+            ("movement", lambda d, until_s: self._movement(d, stack_signal, until_s)),
             ("stacks", self._py_spy),
             ("log", self._log_tail),
             ("out of memory", self._oom),
@@ -357,6 +360,29 @@ class EvidenceCollector:
             return
         draft.put(process=facts)
         draft.write("proc.json", json.dumps(to_json(facts), indent=1))
+
+    def _movement(self, draft: _Draft, stack_signal: int, deadline_s: float) -> None:
+        """CPU share and a second look at the main stack, where no probe came before (a given limit acts alone).
+
+        So short a look proves movement, never the lack of it: an unchanged stack stays unknown.
+        """
+        target, main = draft.target, main_stack(draft.evidence.stacks)
+        watch_s = min(draft.pace.watch_s, deadline_s - time.monotonic())
+        if watch_s <= 0 or target.exit is not None or target.cpu_share is not None:
+            return
+        before, before_s = self.process.sample(target.pid), time.monotonic()
+        time.sleep(watch_s)
+        after, after_s = self.process.sample(target.pid), time.monotonic()
+        if before is None or after is None or before.state in "TtZX":
+            return
+        draft.put(cpu_share=round(max(after.cpu_s - before.cpu_s, 0.0) / (after_s - before_s), 3))
+        if main is None or not self.process.catches(target.pid, stack_signal):
+            return
+        request = StackRequest(target.pid, stack_signal, target.rank_dir / "stacks.txt")
+        dump = request.wait(min(time.monotonic() + watch_s, deadline_s)) if request.send() else None
+        again = main_stack(dump.stacks) if dump is not None and dump.whole else None
+        if again is not None and same_place((main.frames, again.frames)) is False:
+            draft.put(stack_unchanged=False)
 
     def _log_tail(self, draft: _Draft, deadline_s: float) -> None:
         # Errors last: the end of the list is what people see.

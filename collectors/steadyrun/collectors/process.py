@@ -17,7 +17,13 @@ _COMMAND_CHARS = 120
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """The cheap facts, for comparing two moments. ``io_bytes``: read and written together, None without the right."""
+    """The cheap facts, for comparing two moments.
+
+    Attributes:
+        cpu_s: CPU seconds that all threads used, or could have used and waited for while others had the CPU: on a
+            crowded machine a busy process gets little, and only this tells it from one that sleeps.
+        io_bytes: read and written together, None without the right.
+    """
 
     state: str
     cpu_s: float
@@ -60,11 +66,13 @@ class ProcessReader:
         )
 
     def sample(self, pid: int) -> ProcessSample | None:
-        """State, CPU seconds and bytes moved so far."""
+        """State, CPU seconds wanted and bytes moved so far."""
         stat = self._stat(pid)
         if stat is None:
             return None
-        return ProcessSample(stat.state, stat.cpu_ticks / self._ticks_per_s, self.io_bytes(pid))
+        wanted_s = self._wanted_cpu_s(pid)
+        cpu_s = wanted_s if wanted_s is not None else stat.cpu_ticks / self._ticks_per_s
+        return ProcessSample(stat.state, cpu_s, self.io_bytes(pid))
 
     def state(self, pid: int) -> str | None:
         """The state letter of the main thread."""
@@ -138,6 +146,16 @@ class ProcessReader:
 
     def _stat(self, pid: int) -> _Stat | None:
         return _parse_stat(self._read(f"{pid}/stat"))
+
+    def _wanted_cpu_s(self, pid: int) -> float | None:
+        """Time on a CPU and in its queue, over the living threads; None where the kernel does not count it."""
+        total_ns, found = 0, False
+        for tid in self._tasks(pid):
+            words = (self._read(f"{pid}/task/{tid}/schedstat") or "").split()
+            if len(words) >= 2 and words[0].isdigit() and words[1].isdigit():
+                total_ns += int(words[0]) + int(words[1])
+                found = True
+        return total_ns / 1e9 if found else None
 
     def _state_of(self, pid: int, tid: int) -> str:
         stat = _parse_stat(self._read(f"{pid}/task/{tid}/stat"))

@@ -59,6 +59,15 @@ def test_all_ranks_are_read_at_once(start_worker, tmp_path: Path, wait_until) ->
     assert json.loads((folder / "rank_0.proc.json").read_text())["state"] == "S"
 
 
+def test_movement_is_looked_for_in_a_hang(start_worker, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    workers = [start_worker(body) for body in ("sleeps", "computes")]
+    found = collect(tmp_path, *[target(r, w) for r, w in enumerate(workers)])
+    assert found[0].cpu_share is not None
+    assert found[1].cpu_share is not None
+    assert found[0].cpu_share < 0.3 < 0.5 < found[1].cpu_share
+    assert found[0].stack_unchanged is None
+
+
 def test_process_without_handler_is_read_by_py_spy_or_said(start_worker, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     worker = start_worker("sleeps", handler=False)
     (without,) = collect(tmp_path, target(0, worker), py_spy=None)

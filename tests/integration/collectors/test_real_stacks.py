@@ -106,7 +106,7 @@ def test_probe_tells_stuck_from_moving(start_worker, wait_until) -> None:  # typ
     assert readings[0].cpu_share < 0.1
     assert not readings[0].io_moved
     assert readings[1].stack_unchanged is True
-    assert readings[1].cpu_share > 0.2
+    assert readings[1].cpu_share > 0.5
     assert readings[2].stack_unchanged is not None
     assert (readings[3].state, readings[3].stack_unchanged) == ("T", None)
     assert (workers[3].folder / "stacks.txt").read_text() == ""  # it was not even asked

@@ -134,6 +134,21 @@ def test_cyclic_children_end(proc: FakeProc) -> None:
     assert [pid for pid, _, _ in ProcessReader(proc.root).descendants(42)] == [43]
 
 
+def test_time_in_the_queue_counts_as_wanted(proc: FakeProc) -> None:
+    folder = proc.add(42)
+    reader = ProcessReader(proc.root)
+    without = reader.sample(42)
+    assert without is not None
+    assert without.cpu_s == pytest.approx(75 / TICKS)
+    proc.add_thread(42, 43, "S")
+    (folder / "task/42/schedstat").write_text("1000000000 3000000000 7\n")
+    (folder / "task/43/schedstat").write_text("500000000 0 1\n")
+    sample = reader.sample(42)
+    assert sample is not None
+    assert sample.cpu_s == pytest.approx(4.5)
+    assert sample.io_bytes == 15
+
+
 def test_own_process_is_read_from_the_real_proc() -> None:
     facts = ProcessReader().facts(os.getpid())
     assert facts is not None

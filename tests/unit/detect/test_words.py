@@ -76,7 +76,7 @@ def test_sentence_of_places(make_rank: MakeRank) -> None:
     text = places_sentence(group_ranks(ranks, "/proj/train.py"), 4)
     assert text == (
         "3 of 4 ranks wait in all_reduce called at train.py:88; "
-        "rank 1 is in the data loader (_next_data) at train.py:70 (section data)"
+        "rank 1 is in the data loader (_try_get_data) at train.py:70 (section data)"
     )
 
 
