@@ -163,7 +163,8 @@ def judge(evidence: Evidence, *, wall_minus_mono_s: float, offsets: Mapping[str,
     findings = _by_trigger(court) or _deaths(court) or _hang(court) or _last_resort(court)
     ordered = sorted(findings, key=lambda f: (-f.confidence, f.since_unix_s or float("inf"), f.ranks))
     culprits = {r for f in ordered for r in f.ranks}
-    groups = group_ranks((c.evidence for c in court.cases if c.life is _Life.ALIVE), court.script)
+    seen = (c.evidence for c in court.cases if c.evidence.stacks or c.life is _Life.ALIVE)
+    groups = group_ranks(seen, court.script)
     return Judgement(
         findings=tuple(ordered),
         victims=_victims(court, ordered, culprits),

@@ -47,7 +47,7 @@ class _Pace:
 
 
 # Where a rank has died the others' stacks are of less use, and they are on their way out: do not hold up the restart.
-AFTER_A_DEATH: Final = _Pace(socket_s=0.05, stacks_s=0.5, py_spy_s=2.0, watch_s=0.0)
+AFTER_A_DEATH: Final = _Pace(socket_s=0.0, stacks_s=0.5, py_spy_s=2.0, watch_s=0.0)
 IN_A_HANG: Final = _Pace(socket_s=0.3, stacks_s=2.0, py_spy_s=5.0, watch_s=0.2)
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
 LOG_LINES: Final = 50
@@ -274,8 +274,8 @@ class EvidenceCollector:
     def _sections(self, draft: _Draft, deadline_s: float) -> None:
         target = draft.target
         answer: Mapping[str, Any] | None = None
-        if target.exit is None:
-            limit_s = min(draft.pace.socket_s, deadline_s - time.monotonic())
+        limit_s = min(draft.pace.socket_s, deadline_s - time.monotonic())
+        if target.exit is None and limit_s > 0:
             answer, why = ask(target.rank_dir / "evidence.sock", {"cmd": "sections"}, limit_s)
             if why and target.view is not None and target.view.steps_done > 0:
                 draft.lacks(f"evidence socket: {why}")
@@ -416,8 +416,6 @@ def _attempt(name: str, step: Callable[[_Draft, float], None], draft: _Draft, de
 
 def ask(path: Path, request: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any] | None, str]:
     """(a rank's answer on its evidence socket, why there is none); one JSON line each way."""
-    if limit_s <= 0:
-        return None, "no time was left"
     deadline_s = time.monotonic() + limit_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as s:

@@ -214,4 +214,3 @@ def test_silent_and_absent_sockets_are_said(tmp_path: Path) -> None:
     assert found is None
     assert "no answer in 0.2 s" in text
     assert "not there" in ask(tmp_path / "absent.sock", {"cmd": "sections"}, 0.2)[1]
-    assert ask(tmp_path / "absent.sock", {}, 0.0) == (None, "no time was left")
