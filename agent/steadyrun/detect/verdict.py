@@ -334,9 +334,10 @@ def _death_site(court: _Court, case: _Case) -> str | None:
 def _when(case: _Case) -> str:
     r = case.evidence
     parts = [f"after step {r.step}"] if r.step is not None else []
-    if case.place.section:
+    was_over = r.exception is not None  # the teardown that follows an exception is no place of it
+    if case.place.section and not was_over:
         parts.append(f"in section {case.place.section}")
-    if r.finished:
+    if r.finished and not was_over:
         parts.append("while the interpreter was ending")
     return f", {' '.join(parts)}" if parts else ""
 

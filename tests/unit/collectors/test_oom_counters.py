@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,21 @@ def test_lines_of_the_kernel_log(line: str, pid: int, of_group: bool) -> None:
     kill = parse_oom_line(line)
     assert kill is not None
     assert (kill.pid, kill.of_group) == (pid, of_group)
+
+
+def test_recorded_lines_of_the_kernel_log(shared_cases: Path) -> None:
+    checked = 0
+    for text in (shared_cases / "kmsg_cases.jsonl").read_text().splitlines():
+        case = json.loads(text)
+        expected = case["expect"] or {}
+        kill = parse_oom_line(case["line"])
+        if expected.get("event") in ("oom_kill", "oom_killed"):
+            assert kill is not None, case["line"]
+            assert (kill.pid, kill.command) == (expected["pid"], expected["comm"])
+            checked += 1
+        else:
+            assert kill is None, case["line"]
+    assert checked >= 4
 
 
 @pytest.mark.parametrize("line", ["", "usb 1-1: new device", "oom_reaper: reaped process 7 (x)", "Killed process"])
