@@ -511,7 +511,7 @@ class Settings:
         _LIMITS,
     )
     deadman: float = _option(
-        Seconds(), 600.0, "A rank that makes no progress for this long writes its own stacks.", _LIMITS
+        Seconds(), 300.0, "A rank that makes no progress for this long writes its own stacks.", _LIMITS
     )
 
     restart_grace: float = _option(

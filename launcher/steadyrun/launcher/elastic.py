@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import math
 import os
 import signal
 import socket
@@ -75,6 +76,7 @@ __all__ = [
 ]
 
 DEFAULT_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+FAULTS_NAME: Final = "STEADYRUN_FAULTS"
 SPARE_NOTICE_S: Final = 3.0
 # A verdict ends the job for all nodes alike; of these classes none is only this node's end.
 ENDS_THE_JOB: Final = frozenset(
@@ -548,8 +550,8 @@ class SteadyAgent(LocalElasticAgent):
             observed=command.is_python,
             standby=settings.standby and command.can_stand_by,
             preload=settings.preload,
-            faults=settings.faults or os.environ.get("STEADYRUN_FAULTS", ""),
-            deadman_s=settings.deadman,
+            faults=_faults(settings.faults, os.environ),
+            deadman_s=settings.deadman if math.isfinite(settings.deadman) else 0.0,
             stack_signal=settings.stack_signal,
             elastic=self._elastic,
             quiet=settings.quiet,
@@ -609,6 +611,20 @@ class SteadyAgent(LocalElasticAgent):
             self._record_metrics(result)
             self._record_worker_events(result)
         return result
+
+
+def _faults(option: str, environ: Mapping[str, str]) -> str:
+    """The plan of faults to inject.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    plan = option or environ.get(FAULTS_NAME, "")
+    if plan:
+        from steadyrun.testing.faults import parse_faults
+
+        parse_faults(plan)
+    return plan
 
 
 def _process_failure(failure: RankFailure) -> ProcessFailure:

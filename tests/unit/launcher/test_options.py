@@ -57,7 +57,11 @@ def test_defaults_of_limits_are_those_of_the_watchdog() -> None:
     assert limits == Limits()
     assert limits.accepted == frozenset()
     assert {f for f, _ in _TIMEOUTS.values()} < {f.name for f in dataclasses.fields(Limits)}
-    assert Settings().restart_budget == inspect.signature(NodeSpec).parameters["restart_budget"].default
+    node = inspect.signature(NodeSpec).parameters
+    assert (Settings().restart_budget, Settings().deadman) == (
+        node["restart_budget"].default,
+        node["deadman_s"].default,
+    )
 
 
 def test_fixed_names_of_the_design_exist() -> None:
