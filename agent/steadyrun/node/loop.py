@@ -247,6 +247,7 @@ class NodeAgent:
         self._membership: Membership | None = None
         self._master: tuple[str, int] = ("", 0)
         self._attempt = 0
+        self._begun: int | None = None  # the attempt whose first rank was spawned last
         self._history = History()
         self._incident: Incident | None = None
         self._ranks: dict[int, _RankProcess] = {}
@@ -680,7 +681,7 @@ class NodeAgent:
     def _spawn(self, command: ev.Spawn) -> None:
         assert self._membership is not None
         rank, local_rank, attempt = command.rank, command.local_rank, command.attempt
-        if attempt != self._attempt or (rank in self._ranks and self._ranks[rank].attempt != attempt):
+        if attempt != self._begun:
             self._begin_attempt(attempt)
         setup = self._setup_for(rank, local_rank, attempt)
         host, port = self._master
@@ -704,7 +705,7 @@ class NodeAgent:
         self._feed(ev.RankSpawned(rank, pid))
 
     def _begin_attempt(self, attempt: int) -> None:
-        self._attempt = attempt
+        self._attempt = self._begun = attempt
         self._ranks.clear()
         self._views.clear()
         self._probed.clear()
