@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from steadyrun.testing.faults import clean_up
+
 T = TypeVar("T")
 
 POLL_S = 0.05
@@ -264,6 +266,8 @@ class Job:
         for pid in processes_with(self.tag):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if self.folder is not None:
+            clean_up(self.folder)  # the cgroups of injected memory shortages
 
     def left_behind(self, patience_s: float = 10.0) -> list[str]:
         """Processes, ports and /dev/shm files of this ended job that are still there after *patience_s*."""
