@@ -24,6 +24,7 @@ _STYLES: Final[Mapping[str, str]] = {
     "yellow": "33",
     "cyan": "36",
 }
+_ESCAPE_OR_TEXT: Final = re.compile(r"\x1b\[[0-9;]*m|[^\x1b]+")
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
 # Text from ranks (log lines, names, messages) is shown, never obeyed: no terminal control characters but the tab.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -82,6 +83,17 @@ class Console:
             break_on_hyphens=False,
         ) or [first or ""]
         return [self.styled(line, *styles) for line in lines]
+
+    def cut(self, text: str) -> str:
+        """*text* without what is beyond the width; styles do not count, and end with it."""
+        if _length(text) <= self.width:
+            return text
+        out, room = [], self.width
+        for part in _ESCAPE_OR_TEXT.findall(text):
+            keep = part if part.startswith("\x1b") else part[:room]
+            room -= 0 if part.startswith("\x1b") else len(keep)
+            out.append(keep)
+        return "".join(out)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
         """Lines of a table; cells may be styled. The growing column is wrapped to what the others leave."""

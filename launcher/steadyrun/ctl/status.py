@@ -76,7 +76,7 @@ def _refresh(run: RunFolder, look: RunLook, console: Console) -> RunLook:
     """Redraw every second until q, Ctrl-C or the end of the run; the last picture stays on the screen."""
     with _screen(console), contextlib.suppress(KeyboardInterrupt):
         while look.state == "live":
-            lines = render(look, console, time.time())[: console.height - 2]
+            lines = [console.cut(t) for t in render(look, console, time.time())[: console.height - 2]]
             lines.append(console.styled("q leaves", "dim"))
             console.out.write(_HOME + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_BELOW)
             console.out.flush()
@@ -134,7 +134,8 @@ def _head(look: RunLook, console: Console, now_unix_s: float) -> list[str]:
     if look.state == "live" and look.nodes:
         parts.append(f"attempt {max(n.attempt for n in look.nodes)}")
     parts.append(_count(look.restarts, "restart"))
-    name = plain(look.run_id)[:40]
+    name = plain(look.run_id)
+    name = name if len(name) <= 24 else f"{name[:8]}…"  # a generated one; the folder's name has it in full
     lines = [console.styled(name, "bold") + "  " + ", ".join(parts)]
     lines.append(console.styled(f"{look.run}"[: console.width], "dim"))
     if look.command:

@@ -182,7 +182,8 @@ def test_orphans_are_those_without_a_launcher_above_them(tmp_path: Path) -> None
 
 
 def test_fix_removes_files_and_cgroups_of_the_dead_only(tmp_path: Path) -> None:
-    host = host_with(tmp_path, proc__self__cgroup="4:memory:/box\n", **{f"proc__{os.getpid()}__comm": "python"})
+    stat = f"{os.getpid()} (python) S 1 1 1 {'0 ' * 20}"
+    host = host_with(tmp_path, proc__self__cgroup="4:memory:/box\n", **{f"proc__{os.getpid()}__stat": stat})
     live, dead = f"torch_{os.getpid()}_1_0", "torch_4194400_1_0"
     for name in (live, dead, "psm_12ab", "precious"):
         (tmp_path / "shm" / name).write_text("x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -81,8 +82,6 @@ def test_a_slot_of_another_incarnation_is_not_believed(ctl: Callable[..., Any], 
 def test_a_stopped_rank_is_named(
     ctl: Callable[..., Any], live: Any, ranks: Any, wait_until: Callable[..., object]
 ) -> None:
-    import signal
-
     ranks[1].send_signal(signal.SIGSTOP)
     wait_until(lambda: "stopped (SIGSTOP" in ctl("status", live.root).out, 10)
     ranks[1].send_signal(signal.SIGCONT)
@@ -105,6 +104,21 @@ def test_an_agent_whose_loop_does_not_pass_is_silent(ctl: Callable[..., Any], li
     result = ctl("status", live.root)
     assert result.code == 1
     assert "agent has not looked for 12s" in result.out
+
+
+def test_an_agent_that_is_stopped_is_told_with_the_remedy(
+    ctl: Callable[..., Any], live: Any, ranks: Any, wait_until: Callable[..., object]
+) -> None:
+    assert live.board is not None
+    live.live["agent_pid"] = live.board.words[layout.H_AGENT_PID] = ranks[1].pid
+    live.write_live()
+    ranks[1].send_signal(signal.SIGSTOP)
+    wait_until(lambda: "agent is stopped" in ctl("status", live.root).out, 10)
+    result = ctl("status", live.root)
+    assert result.code == 1
+    assert f"(pid {ranks[1].pid}); kill -CONT wakes it" in result.out
+    assert " 142 " in result.out  # its ranks go on, and can be seen
+    ranks[1].send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("change", [{"agent_pid": 2**22 + 1}, {"agent_start_ticks": 1}])

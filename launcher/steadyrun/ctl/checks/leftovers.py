@@ -13,6 +13,7 @@ from steadyrun.node.sweep import (
     MARKER_NAME,
     ProcessEntry,
     ShmFile,
+    is_tagged,
     list_shm,
     remove_shared_memory,
     scan_processes,
@@ -42,7 +43,7 @@ def fix(host: Host) -> list[str]:
 
 def _stale_files(host: Host) -> tuple[list[ShmFile], list[ShmFile]]:
     """Files of this user whose name does not tell their maker, and those whose maker is dead."""
-    live = {int(p.name) for p in host.proc.iterdir() if p.name.isdecimal()}
+    live = {entry.pid for entry in scan_processes(host.proc).values() if not entry.is_dead}
     files = list_shm(host.shm)
     nameless = stale_shm(files, (), os.getuid(), live, ())  # () : files named by a pid are nobody's we know
     both = stale_shm(files, (), os.getuid(), live, None)
@@ -74,17 +75,26 @@ def _processes(host: Host) -> Check:
 
 
 def _marked(host: Host, processes: Mapping[int, ProcessEntry]) -> Iterator[tuple[ProcessEntry, str]]:
-    key = f"{MARKER_NAME}=".encode()
+    """Processes that descend from a rank, and the run they belong to where their environment still says it."""
+    is_here = host.proc == Path("/proc")
     for entry in processes.values():
-        if entry.state in "DZX":  # reading the environment of a process in state D may hang
+        if entry.is_dead:
             continue
-        try:
-            environ = (host.proc / str(entry.pid) / "environ").read_bytes()
-        except OSError:
-            continue
-        for item in environ.split(b"\0"):
-            if item.startswith(key):
-                yield entry, item[len(key) :].decode(errors="replace")
+        marker = _marker_of(entry, host)
+        if marker or (is_here and is_tagged(entry.pid)):
+            yield entry, marker or "a run"
+
+
+def _marker_of(entry: ProcessEntry, host: Host) -> str:
+    if entry.state == "D":  # reading its environment may hang
+        return ""
+    try:
+        environ = (host.proc / str(entry.pid) / "environ").read_bytes()
+    except OSError:
+        return ""
+    key = f"{MARKER_NAME}=".encode()
+    found = (item[len(key) :] for item in environ.split(b"\0") if item.startswith(key))
+    return next(found, b"").decode(errors="replace")
 
 
 def _has_agent(entry: ProcessEntry, processes: Mapping[int, ProcessEntry], host: Host) -> bool:
