@@ -317,6 +317,16 @@ def test_the_grace_is_followed_by_sigkill_and_then_by_stuck(driver: Make) -> Non
     assert d.out[0].exit_class is ExitClass.NODE_FAULT
 
 
+def test_a_process_that_goes_after_all_does_not_make_the_node_leave(driver: Make) -> None:
+    d = driver(local_ranks=1).running().stopped(20.0)
+    d.at(25.0, ev.Tick())
+    d.at(40.0, ev.Tick())
+    assert d.machine.rank_phase(0) is RankPhase.STUCK
+    d.at(40.05, ev.RankExited(0, -9))
+    d.at(40.1, ev.SweepDone(0))
+    assert d.out == [ev.Arrive(0)]
+
+
 def test_a_leftover_that_survives_sigkill_makes_the_node_leave(driver: Make) -> None:
     d = driver().running().stopped(20.0)
     d.at(20.1, ev.RankExited(0, -15))
