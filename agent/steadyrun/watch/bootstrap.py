@@ -77,7 +77,7 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
     recorder = ExceptionRecorder(setup.rank_dir, marks)
     recorder.install()
     faults = _Faults(setup, marks)
-    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject)
+    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject, faults.answered)
     report = None if setup.loaded_report is None else LoadedReport(setup.loaded_report, os.environ, preset)
 
     def finish() -> None:
@@ -116,8 +116,8 @@ def _start_dumps(setup: RankSetup, marks: Marks) -> Deadman | None:
     if setup.deadman_s <= 0:
         return None
     deadman = Deadman(fd, setup.deadman_s)
-    deadman.begin()
-    marks.observe(late=deadman.rearm, late_from_ns=marks.now_ns() + deadman.interval_ns)
+    deadman.install()
+    marks.observe(late=deadman.rearm, late_from_ns=0)
     return deadman
 
 
@@ -166,6 +166,7 @@ class _Faults:
         self._setup = setup
         self._marks = marks
         self._plan: Any = None
+        self._is_answering = False
 
     def start(self) -> None:
         """Begin the plan of the setup, if there is one; the fault may strike here."""
@@ -175,10 +176,19 @@ class _Faults:
 
     def inject(self, text: str) -> tuple[str, ...]:
         """Add to the plan. Raises what the plan raises on a text that cannot be used."""
+        self._is_answering = True
         if self._plan is None:
             self._begin("")
         answers: tuple[str, ...] = self._plan.add(text, step=self._marks.last_step())
         return answers
+
+    def answered(self) -> None:
+        """Whoever injected knows: the fault may strike."""
+        self._is_answering = False
+
+    def _on_step(self, step: int) -> None:
+        if not self._is_answering:
+            self._plan.on_step(step)
 
     def _begin(self, text: str) -> None:
         from pathlib import Path
@@ -187,7 +197,7 @@ class _Faults:
 
         setup = self._setup
         self._plan = FaultPlan.parse(text, setup.rank, setup.attempt, rank_dir=Path(setup.rank_dir))
-        self._marks.observe(each_step=self._plan.on_step)
+        self._marks.observe(each_step=self._on_step)
 
 
 def _say(text: str) -> None:

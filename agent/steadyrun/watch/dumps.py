@@ -39,9 +39,10 @@ def register_dumps(fd: int, stack_signal: int) -> None:
 class Deadman:
     """Writes all stacks when neither a step nor a beat came for a while.
 
-    A thread of C code waits for the time to pass; a step or beat later than a third of it starts it afresh, which costs
-    about 0.1 ms. A process has one such timer: when the script uses ``faulthandler.dump_traceback_later`` itself, the
-    timer is the script's from then on.
+    It begins with the first step or beat (until then a script that counts its threads finds one). A thread of C code
+    waits for the time to pass; a step or beat later than a third of it starts it afresh, which costs about 0.1 ms. A
+    process has one such timer: when the script uses ``faulthandler.dump_traceback_later`` itself, the timer is the
+    script's from then on.
 
     Args:
         fd: stacks go there.
@@ -55,19 +56,19 @@ class Deadman:
         self._start = faulthandler.dump_traceback_later
         self._cancel = faulthandler.cancel_dump_traceback_later
         self._is_pending = False
+        self._was_pending = False  # when the fork began
 
-    def begin(self) -> None:
-        """Start the timer; from now on notice when the script wants it."""
+    def install(self) -> None:
+        """From now on notice when the script wants the timer, and keep it away from forks."""
         if not self._is_ours:
             return
-        self._restart()
         faulthandler.dump_traceback_later = self._hand_over
         faulthandler.cancel_dump_traceback_later = self._hand_over_cancelled
         # A forked child would wait at its exit for a timer thread that only its parent has (CPython 3.11: for ever).
         os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._give_up)
 
     def rearm(self, now: int) -> int:
-        """Start afresh; the answer is the time from which on it may be done again.
+        """Start (afresh); the answer is the time from which on it may be done again.
 
         Args:
             now: the time, ns of any clock.
@@ -75,12 +76,7 @@ class Deadman:
         if not self._is_ours:
             return NEVER_NS
         self._restart()
-        return now + self.interval_ns
-
-    @property
-    def interval_ns(self) -> int:
-        """How long a restart of the timer is good for."""
-        return int(self._deadman_s / 3 * 1e9) if self._is_ours else NEVER_NS
+        return now + int(self._deadman_s / 3 * 1e9)
 
     def end(self) -> None:
         """Stop the timer, if it is still ours."""
@@ -113,8 +109,9 @@ class Deadman:
     def _before_fork(self) -> None:
         if self._is_ours and self._is_pending:
             self._cancel()
-            self._is_pending = False
+            self._was_pending = True
 
     def _after_fork(self) -> None:
-        if self._is_ours:
+        if self._is_ours and self._was_pending:
+            self._was_pending = False
             self._restart()

@@ -42,12 +42,20 @@ class EvidenceServer:
 
     Args:
         inject: takes the text of a fault, returns what to answer; called in the server's thread.
+        answered: called after an answer to ``inject`` was sent: only now may the fault strike.
     """
 
-    def __init__(self, rank_dir: str, marks: Marks, inject: Callable[[str], tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        rank_dir: str,
+        marks: Marks,
+        inject: Callable[[str], tuple[str, ...]],
+        answered: Callable[[], None],
+    ) -> None:
         self._rank_dir = rank_dir
         self._marks = marks
         self._inject = inject
+        self._answered = answered
         self._main = get_ident()
         self._listening: Any = None
 
@@ -115,6 +123,8 @@ class EvidenceServer:
             client.sendall(render(reply).encode() + b"\n")
         except OSError:
             return
+        finally:
+            self._answered()
 
     def _reply(self, request: Any) -> dict[str, Any]:
         command = request.get("cmd") if isinstance(request, dict) else None

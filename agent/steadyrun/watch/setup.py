@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from steadyrun.watch.jsontext import parse
 
 TYPE_CHECKING = False
@@ -9,6 +11,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = ["Orders", "RankSetup", "StandbySetup"]
+
+
+def local_path(text: object) -> str:
+    """A path from the agent, which speaks UTF-8, in the encoding of this interpreter (ASCII under LC_ALL=C, say)."""
+    return os.fsdecode(str(text).encode("utf-8", "surrogateescape"))
 
 
 class RankSetup:
@@ -37,16 +44,16 @@ class RankSetup:
 
     def __init__(self, data: dict[str, Any]) -> None:
         """Raises KeyError, TypeError or ValueError when a field is missing or of a wrong type."""
-        self.board = str(data["board"])
+        self.board = local_path(data["board"])
         self.slot = int(data["slot"])
         self.rank = int(data["rank"])
         self.attempt = int(data["attempt"])
-        self.rank_dir = str(data["rank_dir"])
+        self.rank_dir = local_path(data["rank_dir"])
         self.deadman_s = float(data.get("deadman_s") or 0)
         self.faults = str(data.get("faults") or "")
         self.run_id = str(data.get("run_id", ""))
         report = data.get("loaded_report")
-        self.loaded_report = str(report) if report else None
+        self.loaded_report = local_path(report) if report else None
         self.stack_signal = int(data.get("stack_signal") or 0)
 
     @classmethod
@@ -82,7 +89,7 @@ class Orders:
     """One line that makes a standby a rank.
 
     Attributes:
-        env: the whole environment the script is to see.
+        env: the whole environment the script is to see, as bytes.
         setup: as in STEADYRUN_SETUP.
         stdout, stderr: files to append to, or None to keep what the standby has.
         cwd: working folder, or None to keep it.
@@ -91,10 +98,11 @@ class Orders:
     __slots__ = ("cwd", "env", "setup", "stderr", "stdout")
 
     def __init__(self, data: dict[str, Any]) -> None:
-        self.env = {str(k): str(v) for k, v in data["env"].items()}
+        escape = "surrogateescape"  # bytes that are no UTF-8 travel as lone surrogates
+        self.env = {k.encode("utf-8", escape): v.encode("utf-8", escape) for k, v in data["env"].items()}
         self.setup = RankSetup(data["setup"])
         self.stdout, self.stderr, self.cwd = (
-            None if data.get(key) is None else str(data[key]) for key in ("stdout", "stderr", "cwd")
+            None if data.get(key) is None else local_path(data[key]) for key in ("stdout", "stderr", "cwd")
         )
 
     @classmethod

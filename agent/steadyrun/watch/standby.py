@@ -174,13 +174,13 @@ def take_place(orders: Orders) -> None:
     replace_environment(orders.env)
 
 
-def replace_environment(env: Mapping[str, str]) -> None:
+def replace_environment(env: Mapping[bytes, bytes]) -> None:
     """Exactly *env*, in its order, for Python and for C, and in ``posix.environ``, of which ``os.environ`` was made."""
-    os.environ.clear()
-    os.environ.update(env)
+    os.environb.clear()
+    os.environb.update(env)
     first: dict[bytes, bytes] = sys.modules["posix"].environ
     first.clear()
-    first.update({os.fsencode(k): os.fsencode(v) for k, v in env.items()})
+    first.update(env)
 
 
 def _update_environment(env: Mapping[str, str]) -> None:

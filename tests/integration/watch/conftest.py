@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import steadyrun.core.board
 from steadyrun.core.board import Board, SlotView
 

@@ -26,19 +26,19 @@ def _enter() -> None:
     sys.path_importer_cache.pop(here, None)
     if setup is None and standby is None:
         return
+    cached = frozenset(sys.path_importer_cache)
     # steadyrun may not be installed for this interpreter: the source root that holds this very file is put on the path
     # for the moment of the import (.../steadyrun/watch/site/ lies three levels below it, in a checkout and in a wheel).
     root = here
     for _ in range(3):
         root = os.path.dirname(root)
-    was_cached = root in sys.path_importer_cache
     sys.path.insert(0, root)
     try:
         from steadyrun.watch import bootstrap
     finally:
         sys.path.remove(root)
-        if not was_cached:
-            sys.path_importer_cache.pop(root, None)
+        for path in [p for p in sys.path_importer_cache if p not in cached]:
+            del sys.path_importer_cache[path]
     bootstrap.begin(setup, standby, raw_env, modules)
 
 
