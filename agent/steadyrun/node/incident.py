@@ -127,9 +127,11 @@ class IncidentDesk:
         """Remember what can be known of ranks only while they live (their memory group)."""
         self._collector.observe(pids)
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, attempt: int) -> None:
+        """Forget what belongs to earlier attempts."""
         self._collector.begin_attempt()
-        self._reports = None
+        if self._reports is not None and self._reports.incident.attempt < attempt:
+            self._reports = None
 
     # -- collecting --------------------------------------------------------------------------------------------------
     def collect(

@@ -247,6 +247,7 @@ class NodeAgent:
         self._membership: Membership | None = None
         self._master: tuple[str, int] = ("", 0)
         self._attempt = 0
+        self._floor = 0  # the first attempt number this node has not seen used
         self._begun: int | None = None  # the attempt whose first rank was spawned last
         self._history = History()
         self._incident: Incident | None = None
@@ -363,6 +364,7 @@ class NodeAgent:
                     self._gather(command)
                 case ev.Terminate(rank=rank):
                     self._signal_rank(rank, signal.SIGTERM)
+                    self._signal_rank(rank, signal.SIGCONT)  # to a stopped one SIGTERM would wait for SIGKILL
                 case ev.Kill(rank=rank):
                     self._kill_rank(rank)
                 case ev.AskToStop():
@@ -407,8 +409,7 @@ class NodeAgent:
         self._calls.clear()
         self._stores.clear()
         self._drained = False
-        floor = max(self._attempt, membership.attempt_floor)
-        self._channel.tell_floor(floor, {"history": self._desk.pack_history(self._history)})
+        self._channel.tell_floor(max(self._floor, membership.attempt_floor), {"history": self._desk.pack_history(self._history)})
 
     def _close_channel(self) -> None:
         if self._channel is not None:
@@ -516,7 +517,7 @@ class NodeAgent:
         self._channel.tell_stop(command.attempt, payload)
 
     def _on_stop(self, channel: ControlChannel, attempt: int, payload: Mapping[str, Any]) -> None:
-        if attempt != self._attempt:
+        if attempt < self._attempt:
             return
         trigger = str(payload.get("trigger", "exit"))
         self._record("stop", **{k: payload.get(k) for k in ("reason", "trigger", "origin", "incident", "delay_s")})
@@ -626,6 +627,7 @@ class NodeAgent:
             root_cause=data.get("root_cause"),
         )
         self._history = self._desk.unpack_history(data.get("history"), self._history)
+        self._floor = max(self._floor, decision.next_attempt)
         self._root_cause = decision.root_cause
         self._record("decision", action=decision.action, next_attempt=decision.next_attempt, reason=decision.reason)
         self._feed(ev.Decided(decision))
@@ -706,13 +708,15 @@ class NodeAgent:
 
     def _begin_attempt(self, attempt: int) -> None:
         self._attempt = self._begun = attempt
+        self._floor = max(self._floor, attempt + 1)
         self._ranks.clear()
         self._views.clear()
         self._probed.clear()
-        self._incident = None
+        if self._incident is not None and self._incident.attempt != attempt:
+            self._incident = None  # a peer may have ended this attempt before it began here
         self._calls.clear()
         self._sampler.begin_attempt(attempt)
-        self._desk.begin_attempt()
+        self._desk.begin_attempt(attempt)
 
     def _watch_pid(self, pid: int) -> None:
         fd = self._processes.fileno_of(pid)
