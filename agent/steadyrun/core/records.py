@@ -125,7 +125,7 @@ class Suspicion:
     """Why the watchdog doubts a rank.
 
     Attributes:
-        kind: ``section`` ``no_progress`` ``never_reported`` ``teardown`` ``stopped``.
+        kind: ``section`` ``no_progress`` ``never_reported`` ``teardown`` ``stopped`` ``raised``.
         section: name of the overdue section, or None outside all.
         since_s: CLOCK_MONOTONIC seconds of the last sign of progress.
         limit_s: the limit that was passed.

@@ -154,6 +154,13 @@ def test_out_of_section_can_be_switched_off(view: View) -> None:
     assert watched(who, v, dataclasses.replace(L, sections={"out_of_section": None})) == []
 
 
+def test_a_rank_that_raised_has_little_time_to_end(view: View) -> None:
+    v = view(step=5, step_at_s=50.0, finished_s=60.0, has_exception=True)
+    [w] = watched(WHO, v, L)
+    assert (w.suspicion.kind, w.due_s, w.suspicion.accepted) == ("raised", 70.0, True)
+    assert [w.suspicion.kind for w in watched(WHO, v, dataclasses.replace(L, raised_s=inf))] == ["teardown"]
+
+
 def test_a_finished_rank_is_under_the_teardown_limit_only(view: View) -> None:
     v = view(step=5, step_at_s=50.0, finished_s=60.0, sections=(OpenSection("step", 40.0),))
     assert [(w.suspicion.kind, w.due_s) for w in watched(WHO, v, L)] == [("teardown", 240.0)]

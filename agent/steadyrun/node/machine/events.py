@@ -426,6 +426,7 @@ class Limits:
     default_section_s: float = 1800.0
     out_of_section_s: float = 1800.0  # once the script uses sections of its own: between them
     teardown_s: float = 180.0  # interpreter's end, or other ranks have ended
+    raised_s: float = 10.0  # a rank that ended by an exception, until its process has ended
     stopped_s: float = 10.0  # in state T or D this long: a suspicion is written
     sections: Mapping[str, float | None] = field(default_factory=dict)  # None as inf
     first: Mapping[str, float | None] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
@@ -237,7 +237,9 @@ class NodeMachine:
     """
 
     def __init__(self, local_ranks: int, limits: Limits, mode: Mode = Mode.ACT, observed: bool = True) -> None:
-        self.limits, self.mode, self.observed = limits, mode, observed
+        # To observe means to wait for what a failed process does by itself, as torchrun would.
+        self.limits = limits if mode is Mode.ACT else replace(limits, raised_s=inf)
+        self.mode, self.observed = mode, observed
         self.local_ranks = local_ranks
         self.phase = NodePhase.JOINING
         self.group_rank = 0
@@ -1074,5 +1076,7 @@ def _said(s: Suspicion, now_s: float) -> str:
             return f"rank {s.rank} is in section {s.section} for {for_s}"
         case "teardown":
             return f"rank {s.rank} does not end, for {for_s}"
+        case "raised":
+            return f"rank {s.rank} raised an exception, and its process does not end for {for_s}"
         case _:
             return f"rank {s.rank} makes no progress for {for_s}"

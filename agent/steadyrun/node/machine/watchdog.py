@@ -12,6 +12,7 @@ no_progress        newest step, beat or closed section       next step (``step_s
                                                              opens sections named ``step`` (``out_of_section_s``)
 teardown           the end of the script, or the first rank  the process has ended (``teardown_s``)
                    of the node that ended with 0
+raised             the end of the script by an exception     the same (``raised_s``; that it failed is certain)
 =================  ========================================  ==========================================================
 
 A section that nobody gave a limit for (not the user, not a known name) may be the loop around everything, so steps and
@@ -109,6 +110,10 @@ def watched(who: Incarnation, view: SlotView | None, limits: Limits) -> list[Wat
         if not who.observed:
             return []
         return _listed(_watch(who, limits, "never_reported", None, "start", limits.start_s, who.spawned_s))
+    if view.finished_s is not None and view.has_exception and limits.raised_s < limits.teardown_s:
+        suspicion = Suspicion(who.rank, "raised", None, view.finished_s, limits.raised_s, accepted=True)
+        due_s = view.finished_s + limits.raised_s
+        return [Watched(suspicion, due_s, due_s)]
     if view.finished_s is not None:
         return _listed(_watch(who, limits, "teardown", None, "teardown", limits.teardown_s, view.finished_s))
     found = [_watch_section(who, view, limits, i) for i in range(len(view.sections))]
