@@ -194,12 +194,13 @@ class IncidentDesk:
         offsets: dict[str, float] = {}
         progress: list[Mapping[str, Any]] = []
         for group_rank, payload in sorted(reports.payloads.items()):
-            try:
-                ranks += [rank_evidence_from_json(r) for r in payload["ranks"]]
-                offsets[str(payload["node"])] = float(payload["unix_minus_mono_s"])
-                progress.append(payload["progress"])
-            except (KeyError, TypeError, ValueError) as e:
-                missing.append(f"evidence of node {group_rank} cannot be read: {e}")
+            told = _unpack_evidence(payload)
+            if isinstance(told, str):
+                missing.append(f"evidence of node {group_rank} cannot be read: {told}")
+                continue
+            ranks += told.ranks
+            offsets[told.node] = told.unix_minus_mono_s
+            progress.append(told.progress)
         trigger = reports.incident.trigger
         if trigger == "exit" and any(r not in reports.payloads for r in range(reports.expected)) and not _deaths(ranks):
             trigger = "node_lost"
@@ -340,6 +341,25 @@ def target_of(
         stack_unchanged=probe.stack_unchanged if probe is not None else None,
         cpu_share=probe.cpu_share if probe is not None else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """One node's evidence as the leader reads it."""
+
+    node: str
+    unix_minus_mono_s: float
+    ranks: tuple[RankEvidence, ...]
+    progress: Mapping[str, Any]
+
+
+def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
+    """The evidence, or why it cannot be read: it comes from another node."""
+    try:
+        ranks = tuple(rank_evidence_from_json(r) for r in payload["ranks"])
+        return _Told(str(payload["node"]), float(payload["unix_minus_mono_s"]), ranks, dict(payload["progress"]))
+    except (KeyError, TypeError, ValueError) as e:
+        return repr(e)
 
 
 def _deaths(ranks: Sequence[RankEvidence]) -> bool:

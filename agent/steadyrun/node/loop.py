@@ -409,7 +409,8 @@ class NodeAgent:
         self._calls.clear()
         self._stores.clear()
         self._drained = False
-        self._channel.tell_floor(max(self._floor, membership.attempt_floor), {"history": self._desk.pack_history(self._history)})
+        state = {"history": self._desk.pack_history(self._history)}
+        self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
 
     def _close_channel(self) -> None:
         if self._channel is not None:

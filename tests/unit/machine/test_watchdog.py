@@ -155,7 +155,7 @@ def test_out_of_section_can_be_switched_off(view: View) -> None:
 
 
 def test_a_rank_that_raised_has_little_time_to_end(view: View) -> None:
-    v = view(step=5, step_at_s=50.0, finished_s=60.0, has_exception=True)
+    v = dataclasses.replace(view(step=5, step_at_s=50.0, finished_s=60.0), has_exception=True)
     [w] = watched(WHO, v, L)
     assert (w.suspicion.kind, w.due_s, w.suspicion.accepted) == ("raised", 70.0, True)
     assert [w.suspicion.kind for w in watched(WHO, v, dataclasses.replace(L, raised_s=inf))] == ["teardown"]
