@@ -1,6 +1,6 @@
 """A job without torch: named sections and steps through ``watch``, so that it starts in a moment.
 
-Arguments: number of steps, seconds per step. After a restart it goes on from a state file, written after every fifth step.
+Arguments: steps, seconds per step. After a restart it goes on from a state file, written after every fifth step.
 """
 
 import contextlib
