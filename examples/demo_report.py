@@ -126,6 +126,8 @@ def main() -> int:
     problems = list(complaints(restarts, losses, arguments.exit_code))
     for problem in problems:
         print(f"NOT AS EXPECTED: {problem}")
+    if not problems:
+        print("everything ended as it should")
     return 1 if problems else 0
 
 
