@@ -210,13 +210,15 @@ class Starter:
         rank.order(self.orders(rank, env, cwd, **setup))
         return rank
 
-    def script(self, text: str, name: str = "script.py", folder: Path | None = None) -> list[str]:
+    def script(
+        self, text: str, name: str = "script.py", folder: Path | None = None, arguments: Sequence[str] = ()
+    ) -> list[str]:
         """A script in a folder of its own, as a command line."""
         where = folder or self.tmp_path / "scripts"
         where.mkdir(exist_ok=True)
         path = where / name
         path.write_text(text)
-        return [sys.executable, "-u", str(path)]
+        return [sys.executable, "-u", str(path), *arguments]
 
     def close(self) -> None:
         for rank in self.ranks:

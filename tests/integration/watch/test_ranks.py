@@ -105,7 +105,8 @@ else:
 
 def test_the_script_goes_on_when_the_agent_and_its_board_are_gone(start: Any) -> None:
     rank = start.cold(
-        start.script("""
+        start.script(
+            """
 import sys
 from steadyrun import watch
 print("up"); sys.stdout.flush()
@@ -116,8 +117,9 @@ for i in range(100000):
     with watch.section(str(i % 100)):
         watch.step(i); watch.beat(); watch.should_stop()
 print("done")
-""")
-        + [str(start.tmp_path / "go")]
+""",
+            arguments=[str(start.tmp_path / "go")],
+        )
     )
     rank.wait_until(lambda: (v := rank.view()) and v.last_change_s, "a section")
     rank.board.close()
@@ -350,7 +352,8 @@ while time.monotonic() < end:
 
 def test_the_script_may_have_the_timer_for_itself(start: Any) -> None:
     rank = start.cold(
-        start.script("""
+        start.script(
+            """
 import faulthandler, sys, time
 from steadyrun import watch
 watch.step(0)
@@ -364,8 +367,9 @@ while not own.read():
     watch.beat()
 faulthandler.cancel_dump_traceback_later()
 assert type(faulthandler.dump_traceback_later).__name__ == "builtin_function_or_method"
-""")
-        + [str(start.tmp_path / "own")],
+""",
+            arguments=[str(start.tmp_path / "own")],
+        ),
         deadman_s=0.15,
     )
     outcome = rank.finish()
