@@ -64,7 +64,7 @@ TABLE: Final[Mapping[FaultClass, Row]] = {
     FaultClass.SILENT_CORRUPTION: Row(Action.RESTART, is_hang=True),
     FaultClass.STRAGGLER: Row(Action.REPORT, is_hang=True),
     FaultClass.INSUFFICIENT_DATA: _HANG,
-    FaultClass.HEALTHY: Row(Action.REPORT),
+    FaultClass.HEALTHY: Row(Action.STOP),  # all ranks have ended well in the meantime: the job is done
 }
 
 
@@ -193,7 +193,8 @@ class Policy:
         if row.action is Action.REPORT:
             return Ruling(Action.REPORT, f"{cls.value}: reported only")
         if row.action is Action.STOP:
-            return Ruling(Action.STOP, f"{cls.value}: the job leaves", exit_class=exit_class)
+            what = "all ranks have ended well" if cls is FaultClass.HEALTHY else f"{cls.value}: the job leaves"
+            return Ruling(Action.STOP, what, exit_class=exit_class)
         if self.limits.max_restarts is not None:
             return self._by_number(self.limits.max_restarts, row, history, exit_class)
         return self._by_progress(cls, row, history, exit_class)

@@ -406,6 +406,9 @@ def _in_storage(case: _Case) -> bool:
 
 def _not_waiting(court: _Court, others: list[_Case], waiting: list[_Case]) -> list[Finding]:
     """Somebody does something else than wait for the other ranks: the waiting ones wait for them."""
+    calm = [c for c in others if not _is_busy_ending(c)]
+    if len(calm) < len(others):  # the end of an interpreter takes its time on a crowded machine
+        others = calm or others
     suspected = [c for c in others if c.evidence.suspicion is not None]
     if suspected and not waiting:
         others = suspected if len(suspected) < len(others) else _minority(court, others)
@@ -419,6 +422,12 @@ def _not_waiting(court: _Court, others: list[_Case], waiting: list[_Case]) -> li
     for case in others:
         classes.setdefault((_stall_class(case), case.place.site), []).append(case)
     return [_stall_finding(court, cls, cases, waiting) for (cls, _), cases in classes.items()]
+
+
+def _is_busy_ending(case: _Case) -> bool:
+    """After its script, so late that no stack can be taken, and at work: slow rather than stuck."""
+    at_work = case.state == "R" or (case.cpu is not None and case.cpu > BUSY_CPU_SHARE)
+    return case.evidence.finished and case.doing is Doing.UNKNOWN and at_work
 
 
 def _minority(court: _Court, cases: list[_Case]) -> list[_Case]:
@@ -475,6 +484,8 @@ def _stall_words(case: _Case) -> str:
     r = case.evidence
     if case.doing is Doing.COMPILING:
         return "compiling (torch.compile or triton), which may take minutes"
+    if _is_busy_ending(case):
+        return "still at work on ending its interpreter"
     if case.doing is Doing.UNKNOWN:
         if not r.attached:
             return "silent since its start"
@@ -515,6 +526,8 @@ def _stall_confidence(case: _Case, waiting: list[_Case]) -> float:
         confidence = 0.3
     elif r.stack_unchanged is False:
         confidence = 0.55 if r.suspicion is not None and r.suspicion.accepted else 0.4
+    elif _is_busy_ending(case):
+        confidence = 0.4
     elif case.doing is Doing.UNKNOWN:
         confidence = min(confidence, 0.7 if waiting else 0.5)
     return round(confidence, 2)

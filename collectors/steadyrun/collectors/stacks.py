@@ -255,7 +255,7 @@ def py_spy_stacks(program: str, pid: int, limit_s: float) -> tuple[tuple[ThreadS
         return (), f"py-spy could not be started: {e.strerror}"
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        text = said[-1] if said else f"exit code {done.returncode}"
+        text = said[0].removeprefix("Error: ") if said else f"exit code {done.returncode}"  # a Rust backtrace follows
         if any("permission" in line.lower() for line in said):
             text = "no right to read the process (ptrace): run as root, or set kernel.yama.ptrace_scope=0"
         return (), f"py-spy: {text}"

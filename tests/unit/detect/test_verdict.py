@@ -365,6 +365,16 @@ def test_thread_that_keeps_the_interpreter_is_a_teardown_hang(make_rank: MakeRan
     assert only(j)[:2] == (FaultClass.TEARDOWN_HANG, (1,))
 
 
+def test_rank_still_at_work_on_its_end_is_not_blamed_beside_a_stuck_one(make_rank: MakeRank, judged: Judged) -> None:
+    slow = make_rank(0, state="R", finished=True, suspicion="teardown")
+    stuck = make_rank(1, "atexit", finished=True)
+    assert only(judged(slow, stuck))[:2] == (FaultClass.TEARDOWN_HANG, (1,))
+    alone = judged(slow, make_rank(1, code=0)).main
+    assert (alone.cls, alone.ranks) == (FaultClass.TEARDOWN_HANG, (0,))
+    assert alone.confidence <= 0.4
+    assert "still at work" in alone.summary
+
+
 def test_rank_in_teardown_is_not_blamed_while_another_is_stuck(make_rank: MakeRank, judged: Judged) -> None:
     j = judged(make_rank(0, "shutdown", finished=True), make_rank(1, "sleep"), make_rank(2, "barrier"))
     assert only(j)[:2] == (FaultClass.HOST_STALL, (1,))
