@@ -650,6 +650,7 @@ class NodeAgent:
                     in_collective=s.in_collective,
                     compiling=s.compiling,
                     io_moved=s.io_moved,
+                    children_cpu_share=s.children_cpu_share,
                 )
                 for s in samples
             )

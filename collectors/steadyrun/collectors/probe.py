@@ -26,13 +26,17 @@ DUMP_LIMIT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """One look. The process is read before the dump and after it, so that the dump's own work is not counted."""
+    """One look. The process is read before the dump and after it, so that the dump's own work is not counted.
+
+    ``children_cpu_s``: CPU seconds so far of each living descendant, by pid.
+    """
 
     before_at_s: float
     before: ProcessSample | None
     after_at_s: float
     after: ProcessSample | None
     stacks: tuple[ThreadStack, ...] = ()
+    children_cpu_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +51,23 @@ class ProbeReading:
     in_collective: bool = False
     compiling: bool = False
     io_moved: bool = False
+    children_cpu_share: float = 0.0
     stacks: tuple[ThreadStack, ...] = ()
 
 
 def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
     """The reading from samples in order of time; state ``X`` when the process was gone at the end."""
-    cpu_s = between_s = 0.0
+    cpu_s = between_s = children_cpu_s = 0.0
     io_moved = False
     for earlier, later in pairwise(samples):
         if earlier.after is None or later.before is None:
             continue
         cpu_s += max(later.before.cpu_s - earlier.after.cpu_s, 0.0)
+        children_cpu_s += sum(
+            max(now_s - earlier.children_cpu_s[pid], 0.0)
+            for pid, now_s in later.children_cpu_s.items()
+            if pid in earlier.children_cpu_s
+        )
         between_s += later.before_at_s - earlier.after_at_s
         if earlier.after.io_bytes is not None and later.before.io_bytes is not None:
             io_moved = io_moved or later.before.io_bytes != earlier.after.io_bytes
@@ -76,6 +86,7 @@ def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
         in_collective=doing in (Doing.COLLECTIVE, Doing.JOINING) or (doing in (Doing.BACKWARD, Doing.DEVICE) and idle),
         compiling=doing is Doing.COMPILING,
         io_moved=io_moved,
+        children_cpu_share=round(children_cpu_s / between_s, 4) if between_s > 0 else 0.0,
         stacks=samples[-1].stacks if samples else (),
     )
 
@@ -137,5 +148,10 @@ class ProbeRunner:
             dump = request.wait(deadline_s) if request is not None else None
             after = self.process.sample(self.pids[rank])
             stacks = dump.stacks if dump is not None else ()
-            looked.append((rank, RankSample(at_s, before, time.monotonic(), after, stacks)))
+            children = self._children_cpu_s(self.pids[rank])
+            looked.append((rank, RankSample(at_s, before, time.monotonic(), after, stacks, children)))
         return looked
+
+    def _children_cpu_s(self, pid: int) -> dict[int, float]:
+        samples = ((child, self.process.sample(child)) for child, _, _ in self.process.descendants(pid))
+        return {child: sample.cpu_s for child, sample in samples if sample is not None}

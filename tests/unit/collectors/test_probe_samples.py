@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from steadyrun.collectors.probe import ProbeRunner, RankSample, read_samples
@@ -54,6 +56,13 @@ def test_compiling_rank() -> None:
 
 def test_moved_bytes_are_seen_apart_from_the_dumps() -> None:
     assert read_samples(0, samples(OWN, io_step=1)).io_moved
+
+
+def test_work_of_child_processes_is_counted_apart() -> None:
+    looks = [replace(look, children_cpu_s={7: 3.0 + i, 100 + i: 9.0}) for i, look in enumerate(samples(OWN))]
+    reading = read_samples(0, looks)
+    assert reading.children_cpu_share == pytest.approx(1.0)  # those that come and go cannot be compared
+    assert reading.cpu_share == 0.0
 
 
 def test_innermost_line_may_move() -> None:
