@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -375,6 +376,9 @@ def _shortened(r: RankEvidence) -> RankEvidence:
 
 
 def _replace(path: Path, text: str) -> None:
+    """Write it whole, for its owner only: stacks and logs may tell secrets."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as f:
+        f.write(text)
     temporary.replace(path)
