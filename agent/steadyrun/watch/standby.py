@@ -175,12 +175,9 @@ def take_place(orders: Orders) -> None:
 
 
 def replace_environment(env: Mapping[bytes, bytes]) -> None:
-    """Exactly *env*, in its order, for Python and for C, and in ``posix.environ``, of which ``os.environ`` was made."""
+    """Exactly *env*, in its order, for Python and for C."""
     os.environb.clear()
     os.environb.update(env)
-    first: dict[bytes, bytes] = sys.modules["posix"].environ
-    first.clear()
-    first.update(env)
 
 
 def _update_environment(env: Mapping[str, str]) -> None:

@@ -478,6 +478,23 @@ def test_a_fault_of_the_setup_strikes_at_its_step(start: Any) -> None:
     assert rank.view().step == 5
 
 
+@pytest.mark.parametrize(
+    ("faults", "code", "says"),
+    [
+        ("exit code=7 step=start attempt=2", 7, ""),
+        ("kill step=start attempt=any", -9, ""),
+        ("no such fault", 0, "steadyrun: no faults: "),
+        ("kill rank=0 step=start attempt=2", 0, ""),
+    ],
+)
+def test_a_fault_at_the_start_ends_the_rank_as_the_script_would(start: Any, faults: str, code: int, says: str) -> None:
+    rank = start.cold(start.script("print('ran')"), faults=faults)
+    outcome = rank.finish()
+    assert outcome.code == code, outcome
+    assert outcome.stdout == ("ran\n" if code == 0 else "")
+    assert says in outcome.stderr
+
+
 def test_a_fault_is_injected_over_the_socket(start: Any) -> None:
     rank = start.cold(start.script(STEPS))
     rank.wait_until(has_socket(rank), "the socket")

@@ -101,3 +101,34 @@ print("fine")
     )
     outcome = rank.finish()
     assert outcome.stdout == "fine\n", outcome
+
+
+@pytest.mark.deadline(600)
+def test_compiled_steps_and_sections_in_compiled_code_do_no_harm(start: Any) -> None:
+    rank = start.cold(
+        start.script("""
+import torch
+from steadyrun import watch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@torch.compile(backend="eager")
+def forward(x):
+    with watch.section("forward"):
+        y = model(x)
+    return y.sum()
+@torch.compile(backend="eager")
+def apply():
+    optimizer.step()
+for _ in range(3):
+    forward(torch.ones(1, 2)).backward()
+    apply()
+    optimizer.zero_grad()
+print("fine")
+"""),
+        deadman_s=0,
+    )
+    outcome = rank.finish()
+    assert outcome.stdout == "fine\n", outcome
+    view = rank.view()
+    assert view.step == 2
+    assert [s.name for s in view.sections] == ["teardown"]
