@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from steadyrun.collectors.probe import ProbeRunner
-from steadyrun.collectors.process import ProcessReader
+from steadyrun.collectors.process import ProcessReader, ProcessSample
 from steadyrun.core import layout
 from steadyrun.core.board import Board, SlotView
 from steadyrun.core.classes import Action, ExitClass, Mode
@@ -61,6 +61,9 @@ TAIL_S: Final = 0.1  # how often growing log files are looked at
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
 DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
 WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
+IDLE_S: Final = 1.0  # after SIGTERM: without CPU and data for this long a rank counts as blocked
+IDLE_POLL_S: Final = 0.2
+IDLE_CPU_S: Final = 0.01
 STOP_CALL_MARGIN_S: Final = 0.5  # should_stop() takes effect this many seconds' worth of calls ahead
 
 
@@ -270,6 +273,8 @@ class NodeAgent:
         self._next_live_s = 0.0
         self._next_waiting_s = 0.0
         self._next_descendants_s = 0.0
+        self._next_idle_s = math.inf
+        self._idle_since: dict[int, tuple[ProcessSample, float]] = {}
         self._started_unix_s = clock.unix_s()
         self._live_path = spec.run_folder.state / f"{spec.node}.json"
 
@@ -295,7 +300,9 @@ class NodeAgent:
 
     def _one_pass(self) -> None:
         now_s = self._clock.now_s()
-        wake_s = min(self._machine.next_deadline_s(), self._next_poll_s, self._desk.next_deadline_s())
+        wake_s = min(
+            self._machine.next_deadline_s(), self._next_poll_s, self._desk.next_deadline_s(), self._next_idle_s
+        )
         if self._tailer is not None:
             wake_s = min(wake_s, self._next_tail_s)
         timeout_s = min(max(wake_s - now_s, 0.0), POLL_S)
@@ -309,6 +316,8 @@ class NodeAgent:
             self._read_board(now_s)
             self._feed(ev.Tick())
             self._look_after_standbys()
+        if now_s >= self._next_idle_s:
+            self._look_for_idle(now_s)
         if now_s >= self._next_descendants_s:
             self._next_descendants_s = now_s + DESCENDANTS_S
             self._processes.record_descendants()
@@ -364,6 +373,7 @@ class NodeAgent:
                     self._gather(command)
                 case ev.Terminate(rank=rank):
                     self._signal_rank(rank, signal.SIGTERM)
+                    self._watch_idleness(rank)
                     self._signal_rank(rank, signal.SIGCONT)  # to a stopped one SIGTERM would wait for SIGKILL
                 case ev.Kill(rank=rank):
                     self._kill_rank(rank)
@@ -712,6 +722,7 @@ class NodeAgent:
         self._attempt = self._begun = attempt
         self._floor = max(self._floor, attempt + 1)
         self._ranks.clear()
+        self._idle_since.clear()
         self._views.clear()
         self._probed.clear()
         if self._incident is not None and self._incident.attempt != attempt:
@@ -758,6 +769,28 @@ class NodeAgent:
         if process is not None and process.exit is None:
             process.signalled = True
             self._processes.signal(process.pid, signum)
+
+    def _watch_idleness(self, rank: int) -> None:
+        """From SIGTERM on: does the rank do anything about it?"""
+        process = self._ranks.get(rank)
+        sample = self._proc.sample(process.pid) if process is not None and process.exit is None else None
+        if sample is not None:
+            now_s = self._clock.now_s()
+            self._idle_since[rank] = (sample, now_s)
+            self._next_idle_s = min(self._next_idle_s, now_s + IDLE_POLL_S)
+
+    def _look_for_idle(self, now_s: float) -> None:
+        for rank, (before, since_s) in list(self._idle_since.items()):
+            process = self._ranks.get(rank)
+            now = self._proc.sample(process.pid) if process is not None and process.exit is None else None
+            if now is None:
+                del self._idle_since[rank]
+            elif now.state == "D" or now.io_bytes != before.io_bytes or now.cpu_s - before.cpu_s > IDLE_CPU_S:
+                self._idle_since[rank] = (now, now_s)
+            elif now_s - since_s >= IDLE_S:
+                del self._idle_since[rank]
+                self._feed(ev.RankIdle(rank))
+        self._next_idle_s = now_s + IDLE_POLL_S if self._idle_since else math.inf
 
     def _kill_rank(self, rank: int) -> None:
         process = self._ranks.get(rank)

@@ -66,6 +66,7 @@ def draw_event(machine: NodeMachine, now_s: float, rng: random.Random) -> ev.Eve
         choices += [ev.Joined(machine.attempt + 1, 0, rng.randint(1, 2), 4, slots)] * 8
     for r in alive:
         choices.append(ev.RankExited(r, rng.choice([0, 0, 1, -9])))
+        choices.append(ev.RankIdle(r))
         if machine.ranks[r].pid is None:
             choices += [ev.RankSpawned(r, 100 + r)] * 3
     if rng.random() < 0.03:

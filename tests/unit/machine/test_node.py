@@ -336,6 +336,23 @@ def test_a_leftover_that_survives_sigkill_makes_the_node_leave(driver: Make) -> 
     assert "4711" in d.out[0].reason
 
 
+@pytest.mark.parametrize(("trigger", "killed"), [("hang", True), ("stopped", True), ("exit", False)])
+def test_in_a_hang_a_rank_that_does_nothing_about_sigterm_loses_its_grace(
+    driver: Make, trigger: str, killed: bool
+) -> None:
+    d = driver().running(10.0).stopped(20.0, trigger)
+    d.at(21.0, ev.RankIdle(1))
+    assert d.out == ([ev.Kill(1)] if killed else [])
+
+
+def test_a_blocked_rank_that_saves_keeps_its_grace(driver: Make, view: View) -> None:
+    saving = view(1, step=0, step_at_s=10.0, sections=(OpenSection("checkpointing", 12.0),))
+    d = driver().running(10.0)
+    d.read(15.0, {1: saving})
+    d.stopped(20.0, "hang")
+    assert d.at(21.0, ev.RankIdle(1)) == []
+
+
 def test_the_grace_is_extended_while_a_rank_saves_and_short_again_after(driver: Make, view: View) -> None:
     d = driver().running()
     saving = view(0, step=0, step_at_s=10.0, sections=(OpenSection("checkpointing", 19.0),))

@@ -143,6 +143,13 @@ class StatesRead:
 
 
 @dataclass(frozen=True, slots=True)
+class RankIdle:
+    """A rank that got SIGTERM has since used no CPU and moved no data for a second: it does nothing about it."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankExited:
     """code: exit status; or negative signal number, as subprocess has it."""
 
@@ -244,6 +251,7 @@ Event = (
     | SpawnFailed
     | BoardRead
     | StatesRead
+    | RankIdle
     | RankExited
     | ProbesDone
     | EvidenceDone

@@ -50,6 +50,7 @@ from steadyrun.node.machine.events import (
     ProbesDone,
     PublishStop,
     RankExited,
+    RankIdle,
     RankPhase,
     RankSlot,
     RankSpawned,
@@ -86,6 +87,7 @@ ALLOWED: Final[Mapping[NodePhase, frozenset[NodePhase]]] = {
 
 LIVE: Final = frozenset({P.STARTING, P.RUNNING})
 OVER: Final = frozenset({P.LEFT, P.EXCLUDED})
+HANGS: Final = frozenset({"hang", "stopped", "start_up"})
 
 _LATE = "it came after this node had moved on"
 
@@ -297,7 +299,7 @@ class NodeMachine:
                 due_s += [a.last_words_until_s, a.asked_until_s, a.sweep_until_s]
             case P.COOLING:
                 due_s += [a.sweep_until_s, a.decide_until_s, a.arrive_until_s, a.store_until_s]
-                if a.store_ready:
+                if a.store_ready and a.store_until_s != inf:  # it may be up before this node has swept
                     due_s.append(a.start_from_s)
             case P.JOINING | P.LEFT | P.EXCLUDED:
                 return inf
@@ -334,6 +336,8 @@ class NodeMachine:
                 self._on_board(event, views, now_s, expected_s, out)
             case StatesRead(states=states):
                 self._on_states(event, states, now_s, out)
+            case RankIdle(rank=rank):
+                self._on_idle(rank, now_s, out)
             case RankExited(rank=rank, code=code):
                 self._on_exited(self._rank(rank, event), code, now_s, out)
             case ProbesDone(results=results):
@@ -751,6 +755,15 @@ class NodeMachine:
                 rank.postpone(long_s)
         elif rank.deadline_s == long_s and long_s > a.stopping_since_s + a.grace_s:
             rank.postpone(min(max(a.stopping_since_s + a.grace_s, now_s + self.limits.restart_grace_s), long_s))
+
+    def _on_idle(self, rank: int, now_s: float, out: list[Command]) -> None:
+        """In a hang the grace is wasted on a rank that is blocked: its handler, if it has one, will never run."""
+        a, found = self._now, self._now.ranks.get(rank)
+        if self.phase is not P.STOPPING or found is None or a.cause is None or a.cause.trigger not in HANGS:
+            return
+        is_blocked = found.phase is RankPhase.TERMINATING and found.terminated and a.evidence_taken
+        if is_blocked and not a.watches[rank].is_in(CHECKPOINTING):
+            self._kill(found, now_s, out)
 
     def _kill(self, rank: RankMachine, now_s: float, out: list[Command]) -> None:
         rank.move(RankPhase.KILLING, now_s, now_s + self.limits.kill_s)
