@@ -1,4 +1,4 @@
-"""The journal: one JSON object a line, typed and versioned, appended by one agent, read by calibration and postmortem."""
+"""The journal: one JSON object a line, typed and versioned; appended by one agent, read by calibration and ctl."""
 
 from __future__ import annotations
 

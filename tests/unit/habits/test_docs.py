@@ -1,4 +1,4 @@
-"""The documents say what the code says. ``pytest tests/unit/habits/test_docs.py --update-docs`` writes the generated parts."""
+"""The documents say what the code says; this file run with ``--update-docs`` writes their generated parts."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_links_between_documents_lead_somewhere(name: str, checkout: Path) -> No
     text = (checkout / name).read_text()
     for target in re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", text):
         assert (checkout / target).exists(), f"{name} links to {target}"
-    own = {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)}
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    own = {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
     for anchor in re.findall(r"\]\(#([^)]+)\)", text):
         assert anchor in own, f"{name} has no heading for #{anchor}"
