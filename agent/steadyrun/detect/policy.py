@@ -174,14 +174,31 @@ class Policy:
     limits: PolicyLimits = field(default_factory=PolicyLimits)
     rng: random.Random = field(default_factory=random.Random)
 
-    def decide(self, findings: Sequence[Finding], history: History, mode: Mode, trigger: str = "exit") -> Ruling:
+    def decide(
+        self,
+        findings: Sequence[Finding],
+        history: History,
+        mode: Mode,
+        trigger: str = "exit",
+        scripts_ended: bool = False,
+    ) -> Ruling:
         """The ruling on an incident whose attempt is the last of *history*.
 
         In observe mode a hang is only reported, and the reason says what act would have done.
+
+        Args:
+            scripts_ended: the script of every rank has ended without an exception; only processes are left. The first
+                time the job restarts all the same, because what hangs may be the upload of the last checkpoint; when a
+                second attempt, which found everything done, ends in the same way, the job counts as done.
         """
         cls = findings[0].cls if findings else FaultClass.INSUFFICIENT_DATA
         row = TABLE[cls]
-        ruling = self._rule(cls, row, history)
+        again = len(history.attempts) > 1 and history.attempts[-2].cls is cls
+        if scripts_ended and cls is FaultClass.TEARDOWN_HANG and again:
+            reason = "every script ended well twice and its process did not: the job is done"
+            ruling = Ruling(Action.STOP, reason, exit_class=ExitClass.OK)
+        else:
+            ruling = self._rule(cls, row, history)
         left_alone = mode is Mode.OBSERVE and trigger not in ("exit", "node_lost", "preempted")
         if left_alone and ruling.action is not Action.REPORT:
             would = "restart the job" if ruling.action is Action.RESTART else f"stop the job ({ruling.reason})"

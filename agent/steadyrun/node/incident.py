@@ -245,7 +245,9 @@ class IncidentDesk:
             checkpoints_done=max((int(p.get("checkpoints_done", 0)) for p in progress), default=0),
         )
         after = history.with_outcome(outcome)
-        ruling = self._policy.decide(judgement.findings, after, self._mode, incident.trigger)
+        ruling = self._policy.decide(
+            judgement.findings, after, self._mode, incident.trigger, _scripts_ended(ranks, world_size)
+        )
         if action is Action.REPORT:
             after = history
         elif ruling.action is Action.REPORT and incident.trigger == "exit":
@@ -365,6 +367,13 @@ def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
 
 def _deaths(ranks: Sequence[RankEvidence]) -> bool:
     return any(r.exit is not None and not r.exit.by_us and (r.exit.code != 0) for r in ranks)
+
+
+def _scripts_ended(ranks: Sequence[RankEvidence], world_size: int) -> bool:
+    def ended(r: RankEvidence) -> bool:
+        return r.exception is None and (r.finished or (r.exit is not None and r.exit.code == 0))
+
+    return len(ranks) == world_size and all(ended(r) for r in ranks)
 
 
 def _shortened(r: RankEvidence) -> RankEvidence:

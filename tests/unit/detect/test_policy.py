@@ -72,6 +72,24 @@ def test_observe_mode_says_when_act_would_have_stopped() -> None:
     assert "act would stop the job" in ruling.reason
 
 
+@pytest.mark.parametrize(
+    ("earlier", "scripts_ended", "action"),
+    [
+        ((), True, Action.RESTART),
+        ((F.TEARDOWN_HANG,), True, Action.STOP),
+        ((F.TEARDOWN_HANG,), False, Action.RESTART),
+        ((F.DEAD_PROCESS,), True, Action.RESTART),
+    ],
+)
+def test_a_job_whose_scripts_ended_well_twice_is_done(
+    earlier: tuple[FaultClass, ...], scripts_ended: bool, action: Action
+) -> None:
+    attempts = [AttemptOutcome(i, 9, True, 0, (), cls) for i, cls in enumerate((*earlier, F.TEARDOWN_HANG))]
+    ruling = Policy().decide([finding(F.TEARDOWN_HANG)], History(tuple(attempts)), Mode.ACT, "hang", scripts_ended)
+    assert ruling.action is action
+    assert ruling.exit_class is ExitClass.OK
+
+
 def test_no_findings_count_as_insufficient_data() -> None:
     assert Policy().decide([], history(5), Mode.ACT).action is TABLE[F.INSUFFICIENT_DATA].action
 
