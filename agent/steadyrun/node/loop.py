@@ -59,6 +59,7 @@ log = structlog.get_logger()
 POLL_S: Final = 0.5  # how often the board is read while nothing is due
 TAIL_S: Final = 0.1  # how often growing log files are looked at
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
+LOADED_LIMIT_S: Final = 20.0  # standbys wait this long for the ranks' lists of modules
 DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
 WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
 IDLE_S: Final = 1.0  # after SIGTERM: without CPU and data for this long a rank counts as blocked
@@ -263,6 +264,8 @@ class NodeAgent:
         self._last_calls: tuple[float, int] = (0.0, 0)
         self._drained = False
         self._standbys_ready = 0
+        self._standbys_due_s = math.inf  # until then standbys wait for what the ranks say they have loaded
+        self._loaded: dict[int, Mapping[str, Any]] = {}
         self._told_memory = False
         self._stores: dict[int, tuple[str, int]] = {}
         self._told_failures: dict[int, RankFailure] = {}
@@ -389,8 +392,10 @@ class NodeAgent:
                     if self._channel is not None:
                         self._channel.tell_finished(attempt)
                 case ev.StartStandbys():
+                    self._standbys_due_s = self._clock.now_s() + LOADED_LIMIT_S
                     self._start_standbys()
                 case ev.DropStandbys():
+                    self._standbys_due_s = math.inf
                     if self._standbys is not None:
                         self._standbys.drop()
                 case ev.Leave(exit_class=exit_class, reason=reason):
@@ -723,6 +728,7 @@ class NodeAgent:
         self._floor = max(self._floor, attempt + 1)
         self._ranks.clear()
         self._idle_since.clear()
+        self._standbys_due_s = math.inf
         self._views.clear()
         self._probed.clear()
         if self._incident is not None and self._incident.attempt != attempt:
@@ -812,27 +818,38 @@ class NodeAgent:
 
     # -- standbys ----------------------------------------------------------------------------------------------------
     def _start_standbys(self) -> None:
+        """Once every rank has told what it loaded: it writes that from a thread, some time after its third step."""
         if self._standbys is None:
             return
+        told = {p.local_rank: _read_loaded(self._rank_dir(p) / "loaded.json") for p in self._ranks.values()}
+        now_s = self._clock.now_s()
+        if None in told.values() and now_s < self._standbys_due_s:
+            return
+        self._standbys_due_s = math.inf
         modules: list[str] = []
-        preset: dict[int, dict[str, str]] = {}
-        for process in self._ranks.values():
-            path = self._spec.run_folder.rank_dir(process.attempt, process.rank) / "loaded.json"
-            try:
-                told = json.loads(path.read_text())
-                modules.extend(m for m in told.get("modules", ()) if m not in modules)
-                preset[process.local_rank] = dict(told.get("env_before_torch", {}))
-            except (OSError, ValueError):
-                continue  # not a torch script, or not written yet: the standby then only starts Python
+        preset: dict[int, dict[str, str | None]] = {}
+        for local_rank, loaded in told.items():
+            if loaded is None:
+                loaded = self._loaded.get(local_rank)  # an earlier attempt's: the same script
+            if loaded is None:
+                continue
+            self._loaded[local_rank] = loaded
+            modules.extend(m for m in loaded["modules"] if m not in modules)
+            preset[local_rank] = dict(loaded["env_before_torch"])
         modules.extend(m for m in self._spec.preload if m not in modules)
         pids = self._standbys.prepare(range(self._spec.local_world_size), modules, preset, self._launcher.standby_spec)
         for pid in pids:
             self._watch_pid(pid)
         self._record("standby", event="started", pids=list(pids), preload=modules)
 
+    def _rank_dir(self, process: _RankProcess) -> Path:
+        return self._spec.run_folder.rank_dir(process.attempt, process.rank)
+
     def _look_after_standbys(self) -> None:
         if self._standbys is None:
             return
+        if self._standbys_due_s < math.inf:
+            self._start_standbys()
         for pid in self._standbys.poll():
             self._watch_pid(pid)
         for note in self._standbys.take_notes():
@@ -984,3 +1001,12 @@ class NodeAgent:
         self._journal.close()
         if self._guardian is not None:
             self._guardian.dismiss()
+
+
+def _read_loaded(path: Path) -> Mapping[str, Any] | None:
+    """What a rank said it has loaded, or None: not written yet, or not readable."""
+    try:
+        told = json.loads(path.read_text())
+        return {"modules": list(told["modules"]), "env_before_torch": dict(told["env_before_torch"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

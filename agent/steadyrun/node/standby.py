@@ -42,7 +42,7 @@ class _Standby:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     preload: tuple[str, ...]
-    preset_env: Mapping[int, Mapping[str, str]]
+    preset_env: Mapping[int, Mapping[str, str | None]]
     spec_for: Callable[[int, Mapping[str, Any]], SpawnSpec]
 
 
@@ -72,14 +72,14 @@ class StandbyPool:
         self,
         local_ranks: Iterable[int],
         preload: Sequence[str],
-        preset_env: Mapping[int, Mapping[str, str]],
+        preset_env: Mapping[int, Mapping[str, str | None]],
         spec_for: Callable[[int, Mapping[str, Any]], SpawnSpec],
     ) -> list[int]:
         """Start a standby for each of *local_ranks* that has none.
 
         Args:
             preload: modules to import.
-            preset_env: per local rank, variables that the script sets before it imports torch.
+            preset_env: per local rank, variables that the script sets (None: removes) before it imports torch.
             spec_for: (local rank, STEADYRUN_STANDBY without descriptors) -> how to start it.
 
         Returns:
