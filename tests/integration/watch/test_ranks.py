@@ -515,3 +515,47 @@ def test_paths_are_where_the_run_folder_says(start: Any) -> None:
     assert folder.socket(2, 3).name == "evidence.sock"
     assert folder.stacks(2, 3).name == "stacks.txt"
     assert folder.exception(2, 3).name == "exception.json"
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+FILTERED = """
+import ctypes, gc, os, struct
+from steadyrun import watch
+
+def work():
+    for i in range(2000):
+        with watch.section("outer"), watch.section("inner"):
+            watch.beat()
+        watch.step(i)
+        watch.should_stop()
+        {call}
+
+work()
+gc.disable()
+write, leave = {{"x86_64": (1, 231), "aarch64": (64, 94)}}[os.uname().machine]
+program = b"".join(
+    struct.pack("HBBI", *line)
+    for line in (
+        (0x20, 0, 0, 0),  # load the number of the system call
+        (0x15, 2, 0, write),
+        (0x15, 1, 0, leave),
+        (0x06, 0, 0, 0x80000000),  # end the process
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+    )
+)
+buffer = ctypes.create_string_buffer(program)
+header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer)))
+libc = ctypes.PyDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, header, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+work()
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(("call", "code"), [("", 7), ("os.getppid()", -signal.SIGSYS)])
+def test_sections_steps_and_beats_make_no_system_call(start: Any, call: str, code: int) -> None:
+    """The kernel ends the process at any call but write and exit, as the second case shows."""
+    rank = start.cold(start.script(FILTERED.format(call=call)))
+    assert rank.finish().code == code
+    assert rank.view().steps_done in (4000, 2001)
