@@ -61,6 +61,16 @@ def test_entry_times_are_those_of_the_entry(slot: Any) -> None:
     assert before - 2e-6 <= since_s <= after + 2e-6  # doubles with a tag are good for a microsecond
 
 
+@pytest.mark.parametrize("name", ["plain", "checkpointing", "step"])
+def test_an_exit_stack_enters_and_leaves_a_section(slot: Any, name: str) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(slot.marks.section("outer"))
+        stack.enter_context(slot.marks.section(name))
+        assert slot.names()[-2:] == ["outer", name]
+    assert "outer" not in slot.names()
+    assert slot.view().checkpoints_done == (name == "checkpointing")
+
+
 def test_an_exception_closes_what_it_leaves(slot: Any) -> None:
     section = slot.marks.section
     with pytest.raises(KeyError), section("a"), section("b"):
