@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import threading
 import types
 from typing import Any
 
 import pytest
 
+from steadyrun.core.options import resolve
 from steadyrun.launcher import elastic
 from steadyrun.launcher.cli import NotGiven, get_args_parser
 from steadyrun.launcher.seams import SEAMS, problems_of
@@ -126,10 +128,21 @@ def test_whether_max_restarts_was_given_is_known() -> None:
 
 
 def test_torchs_launch_is_put_back(modules: dict[str, Any]) -> None:
-    from steadyrun.core.options import resolve
-
     run = modules["torch.distributed.run"]
     before = run.elastic_launch
     with elastic.launched_by_us(resolve([])):
         assert run.elastic_launch is not before
+    assert run.elastic_launch is before
+
+
+def test_while_one_job_runs_another_thread_may_launch(modules: dict[str, Any]) -> None:
+    run = modules["torch.distributed.run"]
+    before = run.elastic_launch
+    launched = threading.Event()
+    with elastic.launched_by_us(resolve([]), launched):
+        assert isinstance(run.elastic_launch(config=None, entrypoint=""), elastic.SteadyLaunch)
+        assert launched.is_set()
+        assert run.elastic_launch is before
+        with elastic.launched_by_us(resolve([])):
+            assert run.elastic_launch is not before
     assert run.elastic_launch is before

@@ -122,30 +122,39 @@ class RanksFailedError(ChildFailedError):
 
 
 # -- in place of torch's launch --------------------------------------------------------------------------------------
-_launch_lock: Final = threading.RLock()
+_launch_lock: Final = threading.Lock()
 
 
 @contextmanager
 def launched_by_us(resolved: Resolved, launched: threading.Event | None = None) -> Iterator[None]:
-    """While inside, ``torch.distributed.run.run`` starts our agent instead of torch's.
+    """While inside, the next call of ``torch.distributed.run.run`` starts our agent instead of torch's.
 
     Args:
-        launched: set when torch has accepted the arguments and hands over.
+        launched: set when torch has accepted the arguments and hands over; other threads may launch from then on.
     """
+    torch_run: Any = torch.distributed.run
+    is_replaced = True
+
+    def put_back() -> None:
+        nonlocal is_replaced
+        if is_replaced:
+            is_replaced = False
+            torch_run.elastic_launch = original
+            _launch_lock.release()
 
     def launch(*args: Any, **kwargs: Any) -> SteadyLaunch:
+        put_back()
         if launched is not None:
             launched.set()
         return SteadyLaunch(*args, **kwargs, resolved=resolved)
 
-    torch_run: Any = torch.distributed.run
-    with _launch_lock:
-        original = torch_run.elastic_launch
-        torch_run.elastic_launch = launch
-        try:
-            yield
-        finally:
-            torch_run.elastic_launch = original
+    _launch_lock.acquire()
+    original = torch_run.elastic_launch
+    torch_run.elastic_launch = launch
+    try:
+        yield
+    finally:
+        put_back()
 
 
 class SteadyLaunch:
