@@ -213,14 +213,18 @@ def shm_files() -> dict[int, str]:
     return found
 
 
-def used_by_strangers(name: str, marker: str) -> bool:
-    """A live process that is not of this session maps the /dev/shm file *name* (the machine may be shared)."""
+def used_by_strangers(inode: int, marker: str) -> bool:
+    """A live process that is not of this session maps that file of /dev/shm (the machine may be shared).
+
+    By inode: a named semaphore is made under another name and linked, and the map keeps showing the first one.
+    """
     ours = {os.getpid(), *session_processes(marker)}
-    needle = f"{SHM}/{name}"
+    needle = f" {inode} "
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) not in ours:
             with contextlib.suppress(OSError):
-                if needle in (Path(entry.path) / "maps").read_text():
+                lines = (Path(entry.path) / "maps").read_text().splitlines()
+                if any(needle in line and f" {SHM}/" in line for line in lines):
                     return True
     return False
 
@@ -248,7 +252,7 @@ class _Snapshot:
             if kind in kinds
         }
         if extra.get("shm"):
-            extra["shm"] = {k: v for k, v in extra["shm"].items() if not used_by_strangers(v, self._marker)}
+            extra["shm"] = {k: v for k, v in extra["shm"].items() if not used_by_strangers(k, self._marker)}
         return {kind: items for kind, items in extra.items() if items}
 
 
