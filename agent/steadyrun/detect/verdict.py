@@ -583,8 +583,8 @@ def _apart(court: _Court, sides: list[list[_Case]], where: str) -> Finding:
     """Ranks wait at different call sites: the smaller side left out (or went past) what the larger side waits in."""
     sides = sorted(sides, key=lambda s: (-len(s), -_step(s[0]), s[0].rank))
     even = len(sides[0]) == len(sides[1])
-    if even:  # backward is where training waits; else the side that is further went on alone
-        sides = sorted(sides[:2], key=lambda s: (s[0].doing is not Doing.BACKWARD, _step(s[0]), _line(s[0])))
+    if even:  # nothing but a guess; where neither is nearer to training, the side that is further went on alone
+        sides = sorted(sides[:2], key=lambda s: (_distance_from_training(s[0]), _step(s[0]), _line(s[0])))
     culprits = [c for side in sides[1:] for c in side]
     scene = sides[0][0].place
     return _finding(
@@ -596,6 +596,16 @@ def _apart(court: _Court, sides: list[list[_Case]], where: str) -> Finding:
         sides[1][0].place.site,
         op=scene.activity.op or None,
     )
+
+
+def _distance_from_training(case: _Case) -> int:
+    """Training waits in backward, then in collectives that carry data; a barrier belongs to what is done beside it.
+
+    So a rank that is alone in one has most often saved or evaluated on its own.
+    """
+    if case.doing is Doing.BACKWARD:
+        return 0
+    return 2 if "barrier" in case.place.activity.op else 1
 
 
 def _out_of_step(court: _Court, by_step: Mapping[int, list[_Case]], where: str) -> Finding:

@@ -36,6 +36,12 @@ STACKS: dict[str, list[tuple[str, int, str]]] = {
         (SCRIPT, 95, "main"),
         (SCRIPT, 120, "<module>"),
     ],
+    "early_barrier": [
+        (f"{TORCH}/distributed/distributed_c10d.py", 4800, "barrier"),
+        (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+        (SCRIPT, 85, "main"),
+        (SCRIPT, 120, "<module>"),
+    ],
     "backward": [
         (f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
         (f"{TORCH}/autograd/__init__.py", 395, "backward"),

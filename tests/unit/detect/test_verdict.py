@@ -319,6 +319,17 @@ def test_of_two_ranks_the_one_outside_backward_left(make_rank: MakeRank, judged:
     assert j.main.confidence < 0.5
 
 
+@pytest.mark.parametrize("place", ["early_barrier", "barrier"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_of_two_ranks_the_one_alone_in_a_barrier_left(
+    make_rank: MakeRank, judged: Judged, culprit: int, place: str
+) -> None:
+    j = judged(make_rank(1 - culprit, "all_reduce"), make_rank(culprit, place))
+    assert only(j) == (FaultClass.SKIPPED_COLLECTIVE, (culprit,), (1 - culprit,))
+    assert j.main.op == "all_reduce"
+    assert j.main.confidence < 0.5
+
+
 @pytest.mark.parametrize(("step", "cls"), [(11, FaultClass.SKIPPED_COLLECTIVE), (9, FaultClass.EXTRA_COLLECTIVE)])
 def test_rank_out_of_step_at_one_call_site(make_rank: MakeRank, judged: Judged, step: int, cls: FaultClass) -> None:
     j = judged(*[make_rank(r, "all_reduce") for r in (0, 2, 3)], make_rank(1, "all_reduce", step=step))
