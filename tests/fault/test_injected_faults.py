@@ -30,13 +30,11 @@ class Leg:
         faults: the last one decides; those before it only set the scene.
         rank: the culprit.
         at_end: it shows when the script is done.
-        action: what the verdict decides.
     """
 
     faults: tuple[str, ...]
     rank: int
     at_end: bool = False
-    action: str = "restart"
 
     @property
     def name(self) -> str:
@@ -72,9 +70,9 @@ MORE_HANGS = (
     Leg(("ignore_term rank=0", "hang rank=0 where=sleep"), 0),
     Leg(("hang rank=1 where=dataloader",), 1),
     Leg(("teardown rank=0",), 0, at_end=True),
-    Leg(("teardown rank=1 where=thread",), 1, at_end=True, action="stop"),  # twice in a row: the job is done
 )
 # Nothing is wrong with the rank, or not for longer than the limit: no incident may come of it.
+THREAD = "teardown rank=1 where=thread"
 HARMLESS = ("sleep rank=0 seconds=1 step=5", "ignore_term rank=1 step=8", "stop rank=1 seconds=1 step=12")
 
 
@@ -138,7 +136,7 @@ def more_hangs(start_for_module: JobStarter) -> Tour:
 
 def test_tours_cover_every_kind_of_fault() -> None:
     shown = {parse_faults(f)[0].name for tour in (CRASHES, HANGS, MORE_HANGS) for leg in tour for f in leg.faults}
-    shown |= {parse_faults(f)[0].name for f in HARMLESS}
+    shown |= {parse_faults(f)[0].name for f in (*HARMLESS, THREAD)}
     bare = {name for name in EXPECTED if any(n.startswith(f"{name} where=") for n in EXPECTED)}
     assert set(EXPECTED) - bare <= shown
 
@@ -154,7 +152,7 @@ def check_verdict(tour: Tour, leg: Leg) -> None:
     assert incident.cls == leg.expected.value, incident.line()
     assert incident.ranks == [leg.rank], incident.line()
     assert leg.rank not in verdict["victims"]
-    assert verdict["action"] == leg.action, incident.line()
+    assert verdict["action"] == "restart", incident.line()
     assert verdict["findings"][0]["summary"]
 
 
@@ -278,6 +276,22 @@ class TestMoreHangs:
 
     def test_job_ends_well_and_leaves_nothing(self, more_hangs: Tour) -> None:
         check_end(more_hangs)
+
+
+def test_a_thread_that_keeps_the_process_from_ending_is_found(start: JobStarter) -> None:
+    options = ["--standalone", f"--nproc-per-node={RANKS}", "--ft-teardown-timeout=2", "--ft-standby=off"]
+    job = start("steps.py", options, [20, 0.02], faults=f"{THREAD} step=10")
+    assert job.wait(60) == 0, job.story()
+    (incident,) = job.incidents()
+    assert (incident.cls, incident.ranks) == ("teardown_hang", [1]), incident.line()
+
+
+def test_a_job_whose_scripts_are_done_twice_ends_well_though_a_process_hangs_again(start: JobStarter) -> None:
+    options = ["--standalone", f"--nproc-per-node={RANKS}", "--ft-teardown-timeout=2", "--ft-standby=off"]
+    job = start("steps.py", options, [22, 0.02], faults=f"{THREAD} attempt=any")
+    assert job.wait(60) == 0, job.story()
+    assert [(i.cls, i.ranks) for i in job.incidents()] == [("teardown_hang", [1])] * 2, job.story()
+    assert [i.verdict["action"] for i in job.incidents()] == ["restart", "stop"]
 
 
 def test_harmless_events_make_no_incident(start: JobStarter) -> None:
