@@ -66,10 +66,16 @@ def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(start: JobSta
 
 
 def kill_at_random(job: Job, ranks: int, times: int, seed: int) -> None:
-    """SIGKILL a random rank *times* times, each once all ranks step; every restart must come back."""
+    """SIGKILL a random rank *times* times, some steps after each start; every restart must come back.
+
+    At least ten steps, so that a checkpoint is written and the restarts count as progress; sometimes the standbys are
+    ready by then, sometimes not.
+    """
     draw = random.Random(seed)
     for attempt in range(times):
         job.wait_for_step(-1, ranks=range(ranks), attempt=attempt, deadline_s=60)
+        first = min(e["step"] for e in job.steps(attempt=attempt))
+        job.wait_for_step(first + draw.randint(10, 120), ranks=range(ranks), attempt=attempt, deadline_s=60)
         victim = draw.randrange(ranks)
         os.kill(job.pids(attempt)[victim], signal.SIGKILL)
         job.wait_for(lambda n=attempt: job.incidents()[n:], 30, f"incident {attempt + 1} (seed {seed})")
