@@ -70,7 +70,7 @@ def test_every_package_is_in_an_import_layer(checkout: Path) -> None:
     listed |= set(layers["exhaustive_ignores"])
     found = {m.name for m in pkgutil.iter_modules(sys.modules["steadyrun"].__path__)}
     assert found <= listed
-    assert {"core", "watch", "node", "detect", "collectors", "launcher", "ctl", "testing"} <= found
+    assert {"core", "watch", "node", "detect", "checkpoint", "collectors", "launcher", "ctl", "testing"} <= found
 
 
 def test_only_one_module_touches_torch_elastic(checkout: Path) -> None:

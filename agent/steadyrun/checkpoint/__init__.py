@@ -1,0 +1,1 @@
+"""Checkpoints of a training job: so far, how often to save (``interval``)."""
