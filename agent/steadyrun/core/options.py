@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 OFF_WORDS: Final = frozenset({"", "none", "null", "off", "inf", "never"})
-UNITS_S: Final[Mapping[str, float]] = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+UNITS_S: Final[Mapping[str, float]] = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 # -- kinds of values -------------------------------------------------------------------------------------------------

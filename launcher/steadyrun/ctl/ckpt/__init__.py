@@ -1,0 +1,1 @@
+"""``steadyctl ckpt``: commands about checkpoints, one module each."""

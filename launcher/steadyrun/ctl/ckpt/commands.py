@@ -1,0 +1,26 @@
+"""The commands below ``steadyctl ckpt``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+from steadyrun.ctl.ckpt import interval
+
+__all__ = ["register"]
+
+COMMANDS: Final = (interval,)
+
+
+def register(commands: Any) -> None:
+    """Add ``ckpt`` and what is below it to the parser."""
+    parser = commands.add_parser(
+        "ckpt",
+        help="checkpoints: how often to save",
+        description="Commands about checkpoints.",
+        epilog="examples:\n  steadyctl ckpt interval --stall 5 --mtbf 3.09h\n  steadyctl ckpt interval --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    below = parser.add_subparsers(title="commands", metavar="COMMAND", dest="ckpt_command", required=True)
+    for command in COMMANDS:
+        command.register(below)
