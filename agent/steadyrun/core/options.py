@@ -493,7 +493,10 @@ class Settings:
         SectionSeconds(), _NO_TIMES, "Limits of the first pass of sections: compilation, first batch.", _LIMITS
     )
     out_of_section_timeout: float = _option(
-        Seconds(), 1800.0, "Longest time outside every section, for scripts that use sections of their own.", _LIMITS
+        Seconds(),
+        1800.0,
+        "Longest time outside every section without a step or a beat, for scripts that use sections of their own.",
+        _LIMITS,
     )
     start_timeout: float = _option(Seconds(), 300.0, "From the start of a rank until it reports.", _LIMITS)
     setup_timeout: float = _option(Seconds(), 1800.0, "From then until its first step.", _LIMITS)

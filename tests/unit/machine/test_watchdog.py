@@ -88,6 +88,27 @@ def test_once_a_step_section_was_seen_the_gap_between_sections_has_its_own_limit
     assert next_deadline_s(who, view(step=5, step_at_s=100.0, last_change_s=101.0), L, 101.0) == 801.0
 
 
+def out_of_section_given(*others: str, **changes: float) -> Limits:
+    sections = {"out_of_section": 50.0, **changes}
+    return dataclasses.replace(L, sections=sections, accepted=frozenset({"out_of_section", *others}))
+
+
+def test_a_given_limit_between_sections_holds_in_a_script_that_also_marks_steps(view: View) -> None:
+    v = view(step=5, step_at_s=100.0, last_change_s=101.0)
+    own = dataclasses.replace(WHO, own_sections=True)
+    for who in (WHO, own):
+        assert [(w.due_s, w.suspicion.accepted) for w in watched(who, v, out_of_section_given())] == [(151.0, True)]
+    shorter = out_of_section_given("step", step=20.0)
+    assert [w.due_s for w in watched(own, v, shorter)] == [121.0]
+
+
+def test_a_script_without_sections_keeps_its_given_step_limit_beside_one_between_sections(view: View) -> None:
+    limits = out_of_section_given("step", step=180.0)
+    assert [w.due_s for w in watched(WHO, view(step=5, step_at_s=100.0), limits)] == [280.0]
+    own = dataclasses.replace(WHO, own_sections=True)
+    assert [w.due_s for w in watched(own, view(step=5, step_at_s=100.0), limits)] == [150.0]
+
+
 @pytest.mark.parametrize(("name", "limit_s"), [("checkpointing", 1200.0), ("evaluation", 3600.0), ("Validate", 3600.0)])
 def test_a_known_section_suspends_the_time_between_steps_and_is_judged_itself(
     view: View, name: str, limit_s: float

@@ -8,8 +8,9 @@ kind               from                                      until
 =================  ========================================  ==========================================================
 never_reported     the spawn                                 the in-rank side has attached (``start_s``)
 section            its entry                                 it is closed; each open section for itself, in every lane
-no_progress        newest step, beat or closed section       next step (``step_s``), or next section once the script
-                                                             opens sections named ``step`` (``out_of_section_s``)
+no_progress        newest step, beat or closed section       next step (``step_s``), or next section where the script
+                                                             opens sections named ``step``, or others and the limit was
+                                                             given (``out_of_section_s``)
 teardown           the end of the script, or the first rank  the process has ended (``teardown_s``)
                    of the node that ended with 0
 raised             the end of the script by an exception     the same (``raised_s``; that it failed is certain)
@@ -47,6 +48,7 @@ __all__ = [
 
 SETUP: Final = "setup"
 STEP: Final = "step"
+OUTSIDE: Final = "out_of_section"  # a key of limits, not a section
 CHECKPOINTING: Final = "checkpointing"
 EVALUATION: Final = frozenset({"evaluation", "eval", "evaluate", "validation", "validate", "test"})
 MAIN_LANE: Final = 0
@@ -210,9 +212,14 @@ def _watch_progress(who: Incarnation, view: SlotView, limits: Limits) -> Watched
         return None  # before the first step, section setup is the judge
     if any(s.since_s > last_step_s and s.name != SETUP for s in inside):
         return None  # that section's own limit is the judge
+    outside = _watch(who, limits, "no_progress", None, OUTSIDE, limits.out_of_section_s, since_s)
     if view.step_at_s is None or who.own_step:
-        return _watch(who, limits, "no_progress", None, "out_of_section", limits.out_of_section_s, since_s)
-    return _watch(who, limits, "no_progress", None, STEP, limits.step_s, since_s)
+        return outside
+    between_steps = _watch(who, limits, "no_progress", None, STEP, limits.step_s, since_s)
+    # Calibrated together with sections that this script does not have, the limit may be below the time of a step.
+    is_meant = OUTSIDE in limits.accepted and (who.own_sections or STEP not in limits.accepted)
+    found = [w for w in (between_steps, outside if is_meant else None) if w is not None]
+    return min(found, key=lambda w: w.due_s, default=None)
 
 
 def _watch_end(who: Incarnation, view: SlotView, limits: Limits) -> Watched | None:
