@@ -105,7 +105,10 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """One failed rank, as ChildFailedError wants it; *exitcode* is minus the signal's number for a signal."""
+    """One failed rank, as ChildFailedError wants it; *exitcode* is minus the signal's number for a signal.
+
+    *by_us*: it was ended by this agent, so the signal says nothing about the fault.
+    """
 
     rank: int
     local_rank: int
@@ -113,6 +116,7 @@ class RankFailure:
     exitcode: int
     error_file: str
     at_unix_s: float
+    by_us: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -767,6 +771,7 @@ class NodeAgent:
                     seen.code,
                     self._launcher.error_file(owner.attempt, owner.local_rank),
                     self._clock.unix_s(),
+                    by_us=owner.signalled,
                 )
             self._feed(ev.RankExited(owner.rank, seen.code))
 

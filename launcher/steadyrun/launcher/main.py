@@ -158,15 +158,17 @@ def failure_lines(error: RanksFailedError) -> list[str]:
     """A short block: which rank failed first and how, where its error file is, and where to read on."""
     rank, first = error.get_first_failure()
     reason = error.outcome.reason if error.outcome is not None else ""
+    ours = {r for r, f in error.outcome.failures.items() if f.by_us} if error.outcome is not None else set()
     lines = [f"steadyrun: {error.name} failed" + (f": {reason}" if reason else "")]
-    lines.append(f"  first: rank {rank} (local rank {first.local_rank}, pid {first.pid}) {_ending(first.exitcode)}")
+    ending = _ending(first.exitcode, rank in ours)
+    lines.append(f"  first: rank {rank} (local rank {first.local_rank}, pid {first.pid}) {ending}")
     lines.append(f"  time: {datetime.fromtimestamp(first.timestamp).isoformat(sep=' ')}")
     if os.path.isfile(first.error_file):
         lines.append(f"  error file: {first.error_file}")
     if error.run_folder is None:  # nobody has told the cause yet
         said = _recorded_traceback(first.message)
         lines.extend(["  traceback of the rank:", *(f"    {line}" for line in said)] if said else [])
-    others = [f"rank {r} {_ending(f.exitcode)}" for r, f in sorted(error.failures.items()) if r != rank]
+    others = [f"rank {r} {_ending(f.exitcode, r in ours)}" for r, f in sorted(error.failures.items()) if r != rank]
     if others:
         lines.append(
             f"  after it: {'; '.join(others[:8])}" + (f"; and {len(others) - 8} more" if len(others) > 8 else "")
@@ -176,13 +178,14 @@ def failure_lines(error: RanksFailedError) -> list[str]:
     return lines
 
 
-def _ending(exitcode: int) -> str:
+def _ending(exitcode: int, by_us: bool) -> str:
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
-        return f"was ended by {signal.Signals(-exitcode).name}"
+        name = signal.Signals(-exitcode).name
     except ValueError:
-        return f"was ended by signal {-exitcode}"
+        name = f"signal {-exitcode}"
+    return f"was ended by steadyrun with {name}" if by_us else f"was ended by {name}"
 
 
 def _recorded_traceback(message: object) -> list[str]:

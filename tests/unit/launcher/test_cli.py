@@ -199,7 +199,10 @@ def test_a_failure_is_told_in_a_few_lines(tmp_path: Path) -> None:
     error = failed(
         {0: failure(0, -15), 1: failure(1, 3, str(error_file)), 2: failure(2, -9)},
         root=1,
-        outcome=SimpleNamespace(reason="dead"),
+        outcome=SimpleNamespace(
+            reason="dead",
+            failures={r: SimpleNamespace(by_us=by_us) for r, by_us in {0: True, 1: False, 2: False}.items()},
+        ),
         run_folder=Path("/runs/r"),
     )
     lines = main_module.failure_lines(error)
@@ -207,7 +210,7 @@ def test_a_failure_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert lines[1] == "  first: rank 1 (local rank 1, pid 101) ended with exit code 3"
     assert lines[3:] == [
         f"  error file: {error_file}",
-        "  after it: rank 0 was ended by SIGTERM; rank 2 was ended by SIGKILL",
+        "  after it: rank 0 was ended by steadyrun with SIGTERM; rank 2 was ended by SIGKILL",
         "  more: steadyctl incidents /runs/r",
     ]
 
