@@ -143,8 +143,9 @@ def is_user_frame(frame: Frame, script: str = "") -> bool:
 
 
 def user_frame(frames: Sequence[Frame], script: str = "") -> Frame | None:
-    """The innermost frame of the user's code; the innermost of all where none is; None for an empty stack."""
-    return next((f for f in frames if is_user_frame(f, script)), frames[0] if frames else None)
+    """The innermost frame of the user's code; else the innermost one in a file; None for an empty stack."""
+    in_file = next((f for f in frames if not _SYNTHETIC.match(f.file)), frames[0] if frames else None)
+    return next((f for f in frames if is_user_frame(f, script)), in_file)
 
 
 def callsite(frame: Frame | None, script: str = "") -> str | None:

@@ -70,7 +70,7 @@ def _first_culprit(verdict: Verdict, evidence: Evidence) -> RankEvidence | None:
 
 
 def _what_now(verdict: Verdict) -> str:
-    reason = f" ({verdict.reason})" if verdict.reason else ""
+    reason = f" ({verdict.reason})" if verdict.reason not in ("", verdict.action.value) else ""
     match verdict.action:
         case Action.RESTART | Action.ROLL_BACK:
             return f"restarting as attempt {verdict.attempt + 1}{reason}"

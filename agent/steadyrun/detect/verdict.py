@@ -26,6 +26,7 @@ SAME_MOMENT_S: Final = 1.0  # deaths this close count as independent; a later on
 BUSY_CPU_SHARE: Final = 0.5
 IDLE_CPU_SHARE: Final = 0.3
 MAX_MISSING: Final = 40
+TEARDOWN: Final = "teardown"  # the section that the in-rank side opens when the script has ended
 LAST_WORDS_LINES: Final = 12
 
 _OWN_CONNECTION_ERRORS: Final = (
@@ -285,19 +286,22 @@ def _death_finding(court: _Court, cls: FaultClass, cases: Sequence[_Case]) -> Fi
     ranks = tuple(sorted(c.rank for c in cases))
     who = name_ranks(ranks)
     text, confidence = _death_words(case)
+    if len(cases) > 1 and text.startswith("was "):
+        text = f"were {text[4:]}"
     site = _death_site(court, case)
     where = f" at {site}" if site else ""
     cause = case.causes[0][0] if case.causes else None
     meaning = f": {cause.words}" if cause is not None and cause.cls is cls else ""
     hint = f" ({cause.hint})" if cause is not None and cause.cls is cls and cause.hint else ""
     summary = f"{who} {text}{where}{_when(case)}{meaning}{hint}"
-    return _finding(court, cls, cases, summary, confidence, site, since_unix_s=case.at_unix_s or None)
+    finding = _finding(court, cls, cases, summary, confidence, site, since_unix_s=case.at_unix_s or None)
+    return replace(finding, section=_death_section(case))
 
 
 def _death_words(case: _Case) -> tuple[str, float]:
     r = case.evidence
     if r.exception is not None:
-        message = " ".join(r.exception.message.split())
+        message = " ".join(_own_words(r.exception).split())
         return f"raised {r.exception.type}" + (f": {message[:200]}" if message else ""), 0.95
     assert r.exit is not None
     words = describe_exit(r.exit, r.oom)
@@ -307,6 +311,13 @@ def _death_words(case: _Case) -> tuple[str, float]:
         said = _last_error_line(r.log_tail)
         return (f"{words}; last words: {said}" if said else f"{words} without an exception"), 0.85
     return words, 0.9 if r.exit.signal in CRASH_SIGNALS else 0.8
+
+
+def _own_words(exception: ExceptionRecord) -> str:
+    """The message; where torch put a data loader worker's whole traceback into it, where that was and its last line."""
+    head, found, original = exception.message.partition("\nOriginal Traceback (most recent call last):")
+    last = original.rstrip().rpartition("\n")[2].strip()
+    return f"{head.rstrip('.')}: {last}" if found and last else exception.message
 
 
 def _last_error_line(lines: Sequence[str]) -> str:
@@ -334,12 +345,21 @@ def _death_site(court: _Court, case: _Case) -> str | None:
 def _when(case: _Case) -> str:
     r = case.evidence
     parts = [f"after step {r.step}"] if r.step is not None else []
-    was_over = r.exception is not None  # the teardown that follows an exception is no place of it
-    if case.place.section and not was_over:
-        parts.append(f"in section {case.place.section}")
-    if r.finished and not was_over:
+    section = _death_section(case)
+    if section == TEARDOWN:
         parts.append("while the interpreter was ending")
+    elif section:
+        parts.append(f"in section {section}")
     return f", {' '.join(parts)}" if parts else ""
+
+
+def _death_section(case: _Case) -> str | None:
+    """Where it died; the teardown that follows an exception or sys.exit() is no place of it."""
+    r = case.evidence
+    chose_to_end = r.exception is not None or (r.exit is not None and r.exit.signal is None)
+    if r.finished:
+        return None if chose_to_end else TEARDOWN
+    return case.place.section
 
 
 # -- hangs -----------------------------------------------------------------------------------------------------------
@@ -470,14 +490,24 @@ def _stall_finding(court: _Court, cls: FaultClass, cases: list[_Case], waiting: 
     is_ = "is" if len(cases) == 1 else "are"
     site = case.place.site
     text = f"{who} {is_} {_stall_words(case)}" + (f" at {site}" if site else "")
-    if case.place.section:
+    overdue = _overdue_section(case)
+    if overdue and overdue != case.place.section:
+        text += f" (section {overdue}, in it {case.place.section})" if case.place.section else f" (section {overdue})"
+    elif case.place.section:
         text += f" (section {case.place.section})"
     if waiting:
         groups = group_ranks((c.evidence for c in waiting), court.script)
         text = f"{places_sentence(groups, court.evidence.world_size)}; {text}"
     confidence = _stall_confidence(case, waiting)
     op = case.place.activity.op or None
-    return _finding(court, cls, cases, text, confidence, site, op=op)
+    finding = _finding(court, cls, cases, text, confidence, site, op=op)
+    return replace(finding, section=overdue or finding.section)
+
+
+def _overdue_section(case: _Case) -> str | None:
+    """The section whose limit has passed: not always the innermost one."""
+    suspicion = case.evidence.suspicion
+    return suspicion.section if suspicion is not None and suspicion.kind == "section" else None
 
 
 def _stall_words(case: _Case) -> str:

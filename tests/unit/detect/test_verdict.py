@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from steadyrun.core.classes import Action, FaultClass, Mode
-from steadyrun.core.records import Evidence, RankEvidence
+from steadyrun.core.records import Evidence, RankEvidence, Suspicion
 from steadyrun.detect.verdict import Judgement, judge
 
 MakeRank = Callable[..., RankEvidence]
@@ -30,6 +30,36 @@ def test_exception_is_a_program_error_at_its_call_site(make_rank: MakeRank, judg
     assert j.main.callsite == "model.py:31"
     assert "raised ValueError: bad batch" in j.main.summary
     assert "after step 10" in j.main.summary
+
+
+def test_exception_of_a_loader_worker_is_told_by_its_last_line(make_rank: MakeRank, judged: Judged) -> None:
+    message = (
+        "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "/proj/data.py", line 31, in __getitem__\n    raise KeyError(i)\nKeyError: 7\n'
+    )
+    j = judged(make_rank(0, "backward"), make_rank(1, raised=("KeyError", message), code=1), trigger="exit")
+    assert "raised KeyError: Caught KeyError in DataLoader worker process 0: KeyError: 7 at " in j.main.summary
+
+
+@pytest.mark.parametrize("raised", [("ValueError", "bad"), None])
+def test_the_teardown_that_follows_an_exception_or_an_exit_is_no_place_of_it(
+    make_rank: MakeRank, judged: Judged, raised: tuple[str, str] | None
+) -> None:
+    j = judged(make_rank(0, "backward"), make_rank(1, raised=raised, code=1, section="teardown", finished=True))
+    assert j.main.section is None
+    assert "teardown" not in j.main.summary
+    assert "interpreter" not in j.main.summary
+
+
+def test_a_crash_in_the_teardown_says_so_once(make_rank: MakeRank, judged: Judged) -> None:
+    j = judged(make_rank(0, "backward"), make_rank(1, signal=11, section="teardown", finished=True), trigger="exit")
+    assert j.main.section == "teardown"
+    assert j.main.summary.endswith(", after step 10 while the interpreter was ending")
+
+
+def test_several_killed_ranks_were_killed(make_rank: MakeRank, judged: Judged) -> None:
+    j = judged(*(make_rank(r, signal=9, oom=False) for r in (0, 1)), trigger="exit")
+    assert j.main.summary.startswith("ranks 0 and 1 were killed by SIGKILL")
 
 
 def test_rank_that_lost_its_peer_is_a_victim_even_if_it_ended_first(make_rank: MakeRank, judged: Judged) -> None:
@@ -340,6 +370,14 @@ def test_all_at_one_place_blames_nobody_strongly(make_rank: MakeRank, judged: Ju
     j = judged(*[make_rank(r, "all_reduce") for r in range(4)])
     assert j.main.cls is FaultClass.IN_FLIGHT_NETWORK
     assert j.main.confidence <= 0.4
+
+
+def test_overdue_outer_section_is_the_findings_not_the_young_inner_one(make_rank: MakeRank, judged: Judged) -> None:
+    late = make_rank(1, "sleep", section="inner")
+    late = replace(late, suspicion=Suspicion(1, "section", "outer", 90.0, 2.0, accepted=True))
+    j = judged(make_rank(0, "all_reduce"), late)
+    assert j.main.section == "outer"
+    assert j.main.summary.endswith("(section outer, in it inner)")
 
 
 def test_unrecognised_waits_fall_to_the_majority(make_rank: MakeRank, judged: Judged) -> None:

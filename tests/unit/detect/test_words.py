@@ -108,6 +108,9 @@ def test_scripts_own_folder_is_the_users_even_below_a_library_path() -> None:
 def test_without_a_user_frame_the_innermost_counts() -> None:
     frames = (Frame("/usr/lib/python3.10/threading.py", 5, "wait"),)
     assert user_frame(frames) == frames[0]
+    importing = (Frame("<frozen importlib._bootstrap>", 690, "_load_unlocked"), *frames)
+    assert user_frame(importing) == frames[0]
+    assert user_frame(importing[:1]) == importing[0]
     assert user_frame(()) is None
     assert callsite(None) is None
 
