@@ -336,8 +336,8 @@ def test_a_leftover_that_survives_sigkill_makes_the_node_leave(driver: Make) -> 
     assert "4711" in d.out[0].reason
 
 
-@pytest.mark.parametrize(("trigger", "killed"), [("hang", True), ("stopped", True), ("exit", False)])
-def test_in_a_hang_a_rank_that_does_nothing_about_sigterm_loses_its_grace(
+@pytest.mark.parametrize(("trigger", "killed"), [("hang", True), ("exit", True), ("membership", False)])
+def test_after_a_fault_a_rank_that_does_nothing_about_sigterm_loses_its_grace(
     driver: Make, trigger: str, killed: bool
 ) -> None:
     d = driver().running(10.0).stopped(20.0, trigger)

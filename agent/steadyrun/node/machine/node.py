@@ -87,7 +87,7 @@ ALLOWED: Final[Mapping[NodePhase, frozenset[NodePhase]]] = {
 
 LIVE: Final = frozenset({P.STARTING, P.RUNNING})
 OVER: Final = frozenset({P.LEFT, P.EXCLUDED})
-HANGS: Final = frozenset({"hang", "stopped", "start_up"})
+FAULTS: Final = frozenset({"exit", "hang", "stopped", "start_up"})
 
 _LATE = "it came after this node had moved on"
 
@@ -757,9 +757,9 @@ class NodeMachine:
             rank.postpone(min(max(a.stopping_since_s + a.grace_s, now_s + self.limits.restart_grace_s), long_s))
 
     def _on_idle(self, rank: int, now_s: float, out: list[Command]) -> None:
-        """In a hang the grace is wasted on a rank that is blocked: its handler, if it has one, will never run."""
+        """After a fault the grace is wasted on a rank that is blocked: its handler, if it has one, will never run."""
         a, found = self._now, self._now.ranks.get(rank)
-        if self.phase is not P.STOPPING or found is None or a.cause is None or a.cause.trigger not in HANGS:
+        if self.phase is not P.STOPPING or found is None or a.cause is None or a.cause.trigger not in FAULTS:
             return
         is_blocked = found.phase is RankPhase.TERMINATING and found.terminated and a.evidence_taken
         if is_blocked and not a.watches[rank].is_in(CHECKPOINTING):
