@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from steadyrun.ctl.ckpt import interval
+from steadyrun.ctl.ckpt import interval, looking
 
 __all__ = ["register"]
 
-COMMANDS: Final = (interval,)
+COMMANDS: Final = (looking, interval)
 
 
 def register(commands: Any) -> None:
     """Add ``ckpt`` and what is below it to the parser."""
     parser = commands.add_parser(
         "ckpt",
-        help="checkpoints: how often to save",
+        help="checkpoints: list, show, verify; how often to save",
         description="Commands about checkpoints.",
-        epilog="examples:\n  steadyctl ckpt interval --stall 5 --mtbf 3.09h\n  steadyctl ckpt interval --help",
+        epilog=(
+            "examples:\n"
+            "  steadyctl ckpt ls checkpoints\n"
+            "  steadyctl ckpt show checkpoints/step-100 --tensors\n"
+            "  steadyctl ckpt verify checkpoints/step-100\n"
+            "  steadyctl ckpt interval --stall 5 --mtbf 3.09h\n"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     below = parser.add_subparsers(title="commands", metavar="COMMAND", dest="ckpt_command", required=True)
