@@ -1,1 +1,1 @@
-"""Checkpoints of a training job: so far, how often to save (``interval``)."""
+"""Checkpoints of a training job: how often to save (``interval``), and whether what was saved is whole (``verify``)."""

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from steadyrun.checkpoint.contents import (
     DTYPE_BITS,
@@ -150,7 +150,7 @@ def _tensor(key: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | N
         raise _UnexpectedError(f"no dtype for {key!r}")
     shape = _sizes(fields.get("size"))
     shards = []
-    for chunk in fields.get("chunks") or ():
+    for chunk in _list(fields.get("chunks")):
         box = _fields(chunk, _METADATA + "ChunkStorageMetadata")
         offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -163,9 +163,9 @@ def _tensor(key: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | N
 def _stored(info: Any) -> Stored:
     fields = _fields(info, _STORAGE_INFO)
     file, offset, length = _text(fields.get("relative_path")), fields.get("offset"), fields.get("length")
-    if not (isinstance(offset, int) and isinstance(length, int) and offset >= 0 and length >= 0):
+    if not (_is_size(offset) and _is_size(length)):
         raise _UnexpectedError(f"no valid place in {file!r}")
-    transforms = fields.get("transform_descriptors") or ()
+    transforms = _list(fields.get("transform_descriptors"))
     return Stored(Place(file, offset, length), tuple(_text(t) for t in transforms))
 
 
@@ -189,10 +189,22 @@ def _text(value: Any) -> str:
     return value
 
 
+def _list(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise _UnexpectedError("no list where one must be")
+    return value
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < 1 << 63
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, Call) and value.name == "torch.Size" and len(value.args) <= 1:
         value = value.args[0] if value.args else ()
-    if not isinstance(value, (tuple, list)) or not all(isinstance(v, int) and v >= 0 for v in value):
+    if not isinstance(value, (tuple, list)) or not all(_is_size(v) for v in value):
         raise _UnexpectedError("no sizes where they must be")
     return tuple(value)
 

@@ -194,7 +194,7 @@ def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
 
 
 def _text(size: int) -> Callable[[_Machine], None]:
-    return _push(lambda m: m.take(m.number(size)).decode("utf-8", "surrogatepass"))
+    return _push(lambda m: m.take(m.number(size)).decode("utf-8", "backslashreplace"))
 
 
 def _bytes(size: int) -> Callable[[_Machine], None]:

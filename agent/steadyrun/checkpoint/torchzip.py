@@ -18,7 +18,7 @@ from steadyrun.checkpoint.contents import DTYPE_BITS
 from steadyrun.checkpoint.pickles import Call, Global, Persistent, read_pickle
 from steadyrun.core.errors import SteadyrunError
 
-__all__ = ["DamagedArchiveError", "Record", "StoredTensor", "read_records", "stored_tensors"]
+__all__ = ["DamagedArchiveError", "Record", "StoredTensor", "StoredValue", "read_records", "stored_value"]
 
 LEAST_BYTES: Final = 22  # the end record of an empty archive
 _LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
@@ -68,6 +68,14 @@ class StoredTensor:
     needed_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """What is in ``data.pkl``; *is_made_by_torch*: one object of torch's, a tensor of some kind, and no plain value."""
+
+    tensors: tuple[StoredTensor, ...]
+    is_made_by_torch: bool
+
+
 class _Window(io.RawIOBase):
     """A range of a file as a file of its own."""
 
@@ -113,6 +121,9 @@ def read_records(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[Re
             directory_at = int(getattr(archive, "start_dir", size_bytes))
     except (zipfile.BadZipFile, NotImplementedError, UnicodeError, struct.error, ValueError, EOFError) as e:
         raise DamagedArchiveError(f"no list of records at its end ({e})") from e
+    # zipfile finds an archive amid other bytes; torch fills the range from the first to the last byte.
+    if not infos or infos[0].header_offset != 0 or read(size_bytes - LEAST_BYTES, 4) != b"PK\x05\x06":
+        raise DamagedArchiveError("it does not fill the range of bytes that is said to hold it")
     records = []
     for i, info in enumerate(infos):
         limit = infos[i + 1].header_offset if i + 1 < len(infos) else directory_at
@@ -141,14 +152,15 @@ def _record(read: Callable[[int, int], bytes], info: zipfile.ZipInfo, limit_byte
 
 
 # -- data.pkl --------------------------------------------------------------------------------------------------------
-def stored_tensors(data_pkl: bytes) -> tuple[StoredTensor, ...]:
+def stored_value(data_pkl: bytes) -> StoredValue:
     """The tensors that ``data.pkl`` refers to, with the path to each as its key; empty for a lone tensor.
 
     Raises:
         PickleError: it is no valid pickle.
     """
+    root = read_pickle(data_pkl)
     found: list[StoredTensor] = []
-    todo: list[tuple[str, Any]] = [("", read_pickle(data_pkl))]
+    todo: list[tuple[str, Any]] = [("", root)]
     seen: set[int] = set()
     walked = 0
     while todo and walked < _MOST_VALUES:
@@ -172,7 +184,7 @@ def stored_tensors(data_pkl: bytes) -> tuple[StoredTensor, ...]:
             seen.add(id(value))  # a second reference to the same list adds nothing, and a loop would never end
             dot = "." if key else ""
             todo.extend((f"{key}{dot}{_word(name)}", child) for name, child in reversed(children))
-    return tuple(found)
+    return StoredValue(tuple(found), isinstance(root, Call) and root.name.startswith("torch."))
 
 
 def _word(name: Any) -> str:
@@ -199,4 +211,4 @@ def _tensor(key: str, call: Call) -> StoredTensor | None:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, tuple) and all(isinstance(v, int) and v >= 0 for v in values)
+    return isinstance(values, tuple) and all(isinstance(v, int) and 0 <= v < 1 << 63 for v in values)

@@ -19,7 +19,14 @@ from typing import Final
 
 from steadyrun.checkpoint.contents import Contents, Encoding, Kind, Piece, Problem, ProblemKind
 from steadyrun.checkpoint.pickles import PickleError
-from steadyrun.checkpoint.torchzip import DamagedArchiveError, Record, StoredTensor, read_records, stored_tensors
+from steadyrun.checkpoint.torchzip import (
+    DamagedArchiveError,
+    Record,
+    StoredTensor,
+    StoredValue,
+    read_records,
+    stored_value,
+)
 
 __all__ = ["CANNOT_SEE", "Progress", "Report", "Unverified", "default_threads", "verify"]
 
@@ -263,7 +270,8 @@ class _Check:
             if len(plain) < len(records):
                 left = sum(record.size_bytes for record in records if record.is_compressed)
                 self._unverified(NO_CHECKSUM_COMPRESSED, left)
-        tensors = () if any(r.name == "data.pkl" for r, _ in bad) else self._tensors(by_name["data.pkl"])
+        value = None if any(r.name == "data.pkl" for r, _ in bad) else self._value(by_name["data.pkl"])
+        tensors = () if value is None else value.tensors
         self.result.tensors += len(tensors)
         keys_of: dict[str, list[str]] = {}
         for tensor in tensors:
@@ -276,7 +284,9 @@ class _Check:
             self._problem(
                 ProblemKind.CHECKSUM, text, record.offset_bytes, record.size_bytes, keys_of.get(record.name, ())
             )
-        self._compare(tensors, by_name)
+        self._compare_storages(tensors, by_name)
+        if value is not None:
+            self._compare_metadata(value)
 
     def _crc32(self, record: Record) -> int:
         crc = 0
@@ -284,30 +294,31 @@ class _Check:
             crc = zlib.crc32(chunk, crc)
         return crc
 
-    def _tensors(self, data_pkl: Record) -> tuple[StoredTensor, ...]:
+    def _value(self, data_pkl: Record) -> StoredValue | None:
         if data_pkl.size_bytes > _MOST_DATA_PKL_BYTES:
-            return ()
+            return None
         try:
-            return stored_tensors(self._read(data_pkl.offset_bytes, data_pkl.size_bytes))
+            return stored_value(self._read(data_pkl.offset_bytes, data_pkl.size_bytes))
         except PickleError:
-            return ()  # its checksum is right: something that is not read here, and no damage
+            return None  # its checksum is right: something that is not read here, and no damage
 
-    def _compare(self, tensors: Sequence[StoredTensor], records: Mapping[str, Record]) -> None:
-        """The tensors against their storages, and against what the list of contents says of them."""
+    def _compare_storages(self, tensors: Sequence[StoredTensor], records: Mapping[str, Record]) -> None:
         for tensor in tensors:
             record = records.get(tensor.record)
             have = -1 if record is None else record.size_bytes
             if have < (tensor.needed_bytes or 0):
                 what = "is not there" if record is None else f"has {have:,} of the {tensor.needed_bytes:,} bytes needed"
                 self._problem(ProblemKind.MISMATCH, f"record {tensor.record} {what}", 0, None, (tensor.key,))
+
+    def _compare_metadata(self, value: StoredValue) -> None:
+        """What is stored against what the list of contents says of it."""
         want = self.piece.expected
-        if want is None or len(tensors) != 1 or tensors[0].key:
-            return
-        if (tensors[0].dtype, tensors[0].shape) != (want.dtype, want.sizes):
-            text = (
-                f"holds {tensors[0].dtype} of shape {list(tensors[0].shape)}, "
-                f"by the metadata it is {want.dtype} of shape {list(want.sizes)}"
-            )
+        if want is None or (value.is_made_by_torch and not value.tensors):
+            return  # a kind of tensor that is not read here
+        tensor = value.tensors[0] if value.is_made_by_torch else None
+        if tensor is None or (tensor.dtype, tensor.shape) != (want.dtype, want.sizes):
+            have = "no tensor" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+            text = f"holds {have}, by the metadata it is {want.dtype} of shape {list(want.sizes)}"
             self._problem(ProblemKind.MISMATCH, text, 0, None)
 
     def _zero_pages(self, record: Record) -> str:
