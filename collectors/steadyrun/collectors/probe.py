@@ -91,6 +91,14 @@ def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
     )
 
 
+def _is_doubtful(samples: Sequence[RankSample]) -> bool:
+    """So far this rank looks stuck, or it is too early to tell."""
+    if not samples or not samples[-1].stacks:
+        return False
+    reading = read_samples(0, samples)
+    return reading.stack_unchanged is not False and not reading.in_collective and not reading.compiling
+
+
 @dataclass(slots=True)
 class ProbeRunner:
     """One probe of some ranks. ``run`` blocks for the window: call it in a thread; ``stop`` from any other ends it.
@@ -99,7 +107,9 @@ class ProbeRunner:
         pids: rank -> pid.
         paths: rank -> where its faulthandler writes.
         stack_signal: makes it write.
-        samples: looks in the window, at least 2.
+        samples: looks at all ranks in the window, at least 2.
+        closer: further looks between two of those, at ranks that seem to stand still outside of a collective. Few looks
+            show one place by chance where most of a loop's time goes to one call.
     """
 
     pids: Mapping[int, int]
@@ -107,6 +117,7 @@ class ProbeRunner:
     stack_signal: int
     window_s: float
     samples: int = 4
+    closer: int = 7
     process: ProcessReader = field(default_factory=ProcessReader)
     _stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -121,18 +132,25 @@ class ProbeRunner:
     def run(self) -> tuple[ProbeReading, ...]:
         """A reading per rank, in rank order; raises nothing."""
         taken: dict[int, list[RankSample]] = {rank: [] for rank in sorted(self.pids)}
+        limit_s = min(DUMP_LIMIT_S, self.window_s / self.samples)
+        every = self.closer + 1
+        looks = (self.samples - 1) * every
         began_s = time.monotonic()
-        for i in range(self.samples):
-            due_s = began_s + self.window_s * i / (self.samples - 1)
+        for i in range(looks + 1):
+            at_all = i % every == 0
+            ranks = [r for r, samples in taken.items() if at_all or _is_doubtful(samples)]
+            due_s = began_s + self.window_s * i / looks
             if self._stopped.wait(max(due_s - time.monotonic(), 0.0)):
                 break
-            for rank, sample in self._look(min(DUMP_LIMIT_S, self.window_s / self.samples)):
-                taken[rank].append(sample)
+            for rank, sample in self._look(ranks, limit_s):
+                if at_all or sample.stacks:
+                    taken[rank].append(sample)
         return tuple(read_samples(rank, samples) for rank, samples in taken.items())
 
-    def _look(self, limit_s: float) -> list[tuple[int, RankSample]]:
+    def _look(self, ranks: Sequence[int], limit_s: float) -> list[tuple[int, RankSample]]:
         asked: list[tuple[int, float, ProcessSample | None, StackRequest | None]] = []
-        for rank, pid in self.pids.items():
+        for rank in ranks:
+            pid = self.pids[rank]
             before = self.process.sample(pid)
             at_s = time.monotonic()
             request = None

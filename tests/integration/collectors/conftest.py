@@ -33,6 +33,10 @@ BODIES = {
         "def a():\n    time.sleep(0.05)\ndef b():\n    time.sleep(0.05)\ndef work():\n    ready()\n"
         "    while True:\n        a()\n        b()\nwork()"
     ),
+    "mostly_in_one_place": (
+        "def a():\n    time.sleep(0.9)\ndef b():\n    time.sleep(0.1)\ndef work():\n    ready()\n"
+        "    while True:\n        a()\n        b()\nwork()"
+    ),
     "holds_lock": "def work():\n    ready()\n    collections.deque(itertools.repeat(None), maxlen=0)\nwork()",
     "threads": (
         "def work():\n    for i in range(20):\n"

@@ -120,6 +120,19 @@ def test_probe_notices_a_stack_that_moves(start_worker) -> None:  # type: ignore
     assert readings[0].stack_unchanged is False
 
 
+def test_probe_looks_closer_at_a_rank_that_only_seems_to_stand_still(start_worker, wait_until) -> None:  # type: ignore[no-untyped-def]
+    worker = start_worker("mostly_in_one_place")
+    path = worker.folder / "stacks.txt"
+    readings = ProbeRunner({0: worker.pid}, {0: path}, STACK_SIGNAL, 6.0, samples=4, closer=40).run()
+    assert readings[0].stack_unchanged is False
+    still = start_worker("sleeps")
+    readings = ProbeRunner(
+        {0: still.pid}, {0: still.folder / "stacks.txt"}, STACK_SIGNAL, 1.0, samples=3, closer=4
+    ).run()
+    assert readings[0].stack_unchanged is True
+    assert (still.folder / "stacks.txt").read_text().count("most recent call first") == 11
+
+
 def test_probe_does_not_signal_a_process_without_handler(start_worker) -> None:  # type: ignore[no-untyped-def]
     worker = start_worker("sleeps", handler=False)
     reading = probe({0: worker}, 0.3)[0]
