@@ -35,7 +35,7 @@ def tour(start_for_module: JobStarter) -> Job:
 @pytest.mark.parametrize("fault", PASSING, ids=lambda f: f.replace(" ", "_"))
 def test_hang_is_reported_with_its_culprit(tour: Job, fault: str) -> None:
     struck = next(r for r in tour.struck() if r["text"].startswith(fault))
-    begin, end = float(struck["at_unix_s"]), float(struck["at_unix_s"]) + 10.0
+    begin, end = float(struck["at_unix_s"]), float(struck["at_unix_s"]) + 6.0
     reports = [i for i in tour.incidents() if begin <= float(i.verdict["detected_at_unix_s"]) <= end]
     assert len(reports) == 1, tour.story()
     rank, classes = PASSING[fault]
