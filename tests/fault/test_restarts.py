@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(start: JobSta
     assert list(tmp_path.glob("steadyrun-*/*/journal/*.jsonl")), "the journal is in a temporary folder"
 
 
+def test_a_run_folder_that_is_lost_while_the_job_runs_costs_the_records_only(start: JobStarter, tmp_path: Path) -> None:
+    job = start("steps.py", OPTIONS, [200, 0.02], env={"TMPDIR": str(tmp_path)})
+    job.wait_for_step(5, ranks=(0, 1))
+    folder = job.folder
+    assert folder is not None
+    shutil.rmtree(folder)
+    folder.write_text("no folder any more")
+    os.kill(job.pids()[1], signal.SIGKILL)
+    assert job.wait(60) == 0, job.output
+    assert "dead_process: rank 1 was killed by SIGKILL" in job.output
+    assert "cannot be looked up later" in job.output
+    assert list(tmp_path.glob("steadyrun-*/attempts/1/rank_1/stderr.log")), "logs go to a temporary folder"
+
+
 def kill_at_random(job: Job, ranks: int, times: int, seed: int) -> None:
     """SIGKILL a random rank *times* times, some steps after each start; every restart must come back.
 
@@ -84,7 +99,7 @@ def kill_at_random(job: Job, ranks: int, times: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "times", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.deadline(600)])], ids=lambda n: f"{n}-times"
+    "times", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.deadline(600)])], ids=lambda n: f"{n}-times"
 )
 @pytest.mark.parametrize("rendezvous", ["standalone", "static"])
 def test_every_restart_after_sigkill_of_a_rank_comes_back(start: JobStarter, rendezvous: str, times: int) -> None:

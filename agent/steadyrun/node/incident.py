@@ -277,17 +277,24 @@ class IncidentDesk:
             root_cause=next((r for f in judgement.findings for r in f.ranks), None),
         )
         text = render_incident(verdict, evidence)
-        self._write(incident, verdict, evidence)
+        problem = self._write(incident, verdict, evidence)
+        if problem:
+            text += f"\nsteadyrun:   this incident cannot be looked up later: {incident.folder}: {problem}"
         return Judged(verdict, decision, after, text)
 
-    def _write(self, incident: Incident, verdict: Verdict, evidence: Evidence) -> None:
-        """verdict.json last: who finds it finds a complete incident."""
+    def _write(self, incident: Incident, verdict: Verdict, evidence: Evidence) -> str:
+        """verdict.json last: who finds it finds a complete incident. A full disk must not end the job.
+
+        Returns:
+            What went wrong, or an empty text.
+        """
         try:
             _replace(incident.folder / "evidence.json", json.dumps(to_json(evidence), indent=1))
             _replace(incident.folder / "report.html", render_html(verdict, evidence))
             _replace(incident.folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
-        except OSError:
-            pass  # the journal and the console have it; a full disk must not end the job
+        except OSError as e:
+            return e.strerror or str(e)
+        return ""
 
     # -- history -----------------------------------------------------------------------------------------------------
     @staticmethod

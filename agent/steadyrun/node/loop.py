@@ -14,6 +14,7 @@ import os
 import queue
 import selectors
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -178,6 +179,7 @@ class _RankProcess:
     spawned_s: float
     warm: bool
     spec: SpawnSpec
+    folder: Path
     exit: ExitRecord | None = None
     signalled: bool = False
     attached: bool = False
@@ -271,6 +273,7 @@ class NodeAgent:
         self._standbys_due_s = math.inf  # until then standbys wait for what the ranks say they have loaded
         self._loaded: dict[int, Mapping[str, Any]] = {}
         self._told_memory = False
+        self._spare_folder: RunFolder | None = None
         self._stores: dict[int, tuple[str, int]] = {}
         self._told_failures: dict[int, RankFailure] = {}
         self._root_cause: int | None = None
@@ -577,7 +580,7 @@ class NodeAgent:
                 p.attempt,
                 views.get(p.rank),
                 p.exit,
-                self._spec.run_folder.rank_dir(p.attempt, p.rank),
+                p.folder,
                 [path for path in (p.spec.stderr, p.spec.stdout) if path is not None],
                 suspicions.get(p.rank),
                 self._probed.get(p.rank),
@@ -686,8 +689,7 @@ class NodeAgent:
     # -- ranks -------------------------------------------------------------------------------------------------------
     def _setup_for(self, rank: int, local_rank: int, attempt: int) -> dict[str, Any]:
         spec = self._spec
-        rank_dir = spec.run_folder.rank_dir(attempt, rank)
-        rank_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        rank_dir = self._make_rank_dir(attempt, rank)
         return {
             "board": str(self._board.path),
             "slot": local_rank,
@@ -700,6 +702,24 @@ class NodeAgent:
             "loaded_report": str(rank_dir / "loaded.json"),
             "stack_signal": spec.stack_signal,
         }
+
+    def _make_rank_dir(self, attempt: int, rank: int) -> Path:
+        """In the run folder, or in a temporary one once that cannot be written any more: a restart needs none of it."""
+        if self._spare_folder is None:
+            rank_dir = self._spec.run_folder.rank_dir(attempt, rank)
+            try:
+                rank_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as e:
+                self._spare_folder = RunFolder(Path(tempfile.mkdtemp(prefix="steadyrun-")))
+                self._say(
+                    f"steadyrun: cannot write the run folder any more: {rank_dir}: {e.strerror or e}; "
+                    f"logs of the ranks go to {self._spare_folder.root}"
+                )
+            else:
+                return rank_dir
+        rank_dir = self._spare_folder.rank_dir(attempt, rank)
+        rank_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return rank_dir
 
     def _spawn(self, command: ev.Spawn) -> None:
         assert self._membership is not None
@@ -723,7 +743,7 @@ class NodeAgent:
                 self._feed(ev.SpawnFailed(rank, str(e)))
                 return
             self._watch_pid(pid)
-        self._ranks[rank] = _RankProcess(rank, local_rank, attempt, pid, now_s, warm, spec)
+        self._ranks[rank] = _RankProcess(rank, local_rank, attempt, pid, now_s, warm, spec, Path(setup["rank_dir"]))
         self._record("rank_started", rank=rank, local_rank=local_rank, pid=pid, warm=warm)
         self._feed(ev.RankSpawned(rank, pid))
 
@@ -826,7 +846,7 @@ class NodeAgent:
         """Once every rank has told what it loaded: it writes that from a thread, some time after its third step."""
         if self._standbys is None:
             return
-        told = {p.local_rank: _read_loaded(self._rank_dir(p) / "loaded.json") for p in self._ranks.values()}
+        told = {p.local_rank: _read_loaded(p.folder / "loaded.json") for p in self._ranks.values()}
         now_s = self._clock.now_s()
         if None in told.values() and now_s < self._standbys_due_s:
             return
@@ -846,9 +866,6 @@ class NodeAgent:
         for pid in pids:
             self._watch_pid(pid)
         self._record("standby", event="started", pids=list(pids), preload=modules)
-
-    def _rank_dir(self, process: _RankProcess) -> Path:
-        return self._spec.run_folder.rank_dir(process.attempt, process.rank)
 
     def _look_after_standbys(self) -> None:
         if self._standbys is None:
