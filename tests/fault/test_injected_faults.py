@@ -16,9 +16,9 @@ from steadyrun.testing.faults import EXPECTED, expected_class, parse_faults
 
 RANKS = 2
 PACE_S = 0.1
-APART = 50  # steps between two faults: enough for standbys to get ready
+APART = 35  # steps between two faults: enough for standbys to get ready
 STEP_LIMIT_S = 3.0
-TEARDOWN_LIMIT_S = 15.0  # the end of an interpreter with torch takes seconds on a busy machine
+TEARDOWN_LIMIT_S = 10.0  # the end of an interpreter with torch takes seconds on a busy machine
 LATE_S = 1.5  # how much later than its limit a fault may be noticed on a machine that is busy with other things
 
 
