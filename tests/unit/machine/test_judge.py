@@ -61,10 +61,11 @@ def test_a_moving_rank_is_never_guilty_by_a_default_limit() -> None:
         assert 1 in j.spared
 
 
-def test_silent_writing_is_allowed_as_long_as_a_checkpoint() -> None:
-    writing = [probe(0, **WAITING), probe(1, io_moved=True)]
-    assert guilty(judged([late(1)], writing, now_s=L.checkpointing_s - 1)) == []
-    assert guilty(judged([late(1)], writing, now_s=L.checkpointing_s + 1)) == [1]
+@pytest.mark.parametrize("facts", [{"io_moved": True}, {"children_cpu_share": 1.0}, {"cpu_share": 0.9, "state": "R"}])
+def test_one_long_call_that_works_is_allowed_as_long_as_a_checkpoint(facts: dict[str, object]) -> None:
+    working = [probe(0, **WAITING), probe(1, **facts)]
+    assert guilty(judged([late(1)], working, now_s=L.checkpointing_s - 1)) == []
+    assert guilty(judged([late(1)], working, now_s=L.checkpointing_s + 1)) == [1]
 
 
 def test_a_rank_held_by_a_debugger_is_left_alone() -> None:

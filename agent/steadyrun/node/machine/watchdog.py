@@ -53,6 +53,7 @@ CHECKPOINTING: Final = "checkpointing"
 EVALUATION: Final = frozenset({"evaluation", "eval", "evaluate", "validation", "validate", "test"})
 MAIN_LANE: Final = 0
 IDLE_CPU_SHARE: Final = 0.02  # below: the process does nothing
+BUSY_CPU_SHARE: Final = 0.5  # above: the process computes
 BUSY_CHILDREN_SHARE: Final = 0.2  # above: descendants work for it
 
 
@@ -336,11 +337,16 @@ def _excuse(w: Watched, p: ProbeResult | None, limits: Limits, now_s: float) -> 
         return "is late, but moves", None
     if p.in_collective:
         return WAITS, None
-    # A silent write, or a pool that works for it, is allowed as long as a checkpoint: one call that saves 100 GB looks
-    # like this, and so does a data set being prepared in the set-up.
+    # A silent write, a pool that works for it, or one long call that computes is allowed as long as a checkpoint: saving
+    # 100 GB, preparing a data set, building an index on one rank look like this. An endless loop does too.
     patience_s = s.since_s + max(2 * s.limit_s, limits.checkpointing_s)
-    if (p.io_moved or p.children_cpu_share > BUSY_CHILDREN_SHARE) and now_s < patience_s:
-        return ("reads or writes" if p.io_moved else "waits for its own child processes, which work"), patience_s
+    if now_s < patience_s:
+        if p.io_moved:
+            return "reads or writes", patience_s
+        if p.children_cpu_share > BUSY_CHILDREN_SHARE:
+            return "waits for its own child processes, which work", patience_s
+        if p.cpu_share > BUSY_CPU_SHARE:
+            return "computes in one place, which may be one long call", patience_s
     if p.state == "D" or p.stack_unchanged:
         return None, None
     # No stack could be had: whether it waits for others is unknown.
