@@ -251,11 +251,21 @@ class Policy:
 
 
 def _same_fault_twice(history: History) -> tuple[str, int | None] | None:
-    """A (traceback hash, step) that ended the last attempt and an earlier one."""
+    """A (traceback hash, step) that ended the last attempt and an earlier one.
+
+    An attempt that resumed at the failing step has no step of its own when it fails: the same traceback before its first
+    step counts as the same fault.
+    """
     if not history.attempts:
         return None
-    earlier = {t for a in history.attempts[:-1] for t in a.tracebacks}
-    return next((t for t in history.attempts[-1].tracebacks if t in earlier), None)
+    earlier: dict[str, set[int | None]] = {}
+    for attempt in history.attempts[:-1]:
+        for traceback, step in attempt.tracebacks:
+            earlier.setdefault(traceback, set()).add(step)
+    for traceback, step in history.attempts[-1].tracebacks:
+        if traceback in earlier and (step is None or step in earlier[traceback]):
+            return traceback, step
+    return None
 
 
 def outcome_of(

@@ -167,6 +167,12 @@ def test_same_traceback_at_the_same_step_twice_stops() -> None:
     assert ruling.reason == "program_error: same traceback after step 7 twice"
 
 
+def test_same_traceback_right_after_resuming_at_the_failing_step_stops() -> None:
+    failed = [AttemptOutcome(0, 7, True, 1, (("h", 7),), F.PROGRAM_ERROR)]
+    failed.append(AttemptOutcome(1, None, False, 0, (("h", None),), F.PROGRAM_ERROR))
+    assert decide(F.PROGRAM_ERROR, History(tuple(failed))).action is Action.STOP
+
+
 def test_same_traceback_at_another_step_is_tried_again() -> None:
     attempts = History(
         (

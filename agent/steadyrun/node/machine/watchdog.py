@@ -337,8 +337,8 @@ def _excuse(w: Watched, p: ProbeResult | None, limits: Limits, now_s: float) -> 
         return "is late, but moves", None
     if p.in_collective:
         return WAITS, None
-    # A silent write, a pool that works for it, or one long call that computes is allowed as long as a checkpoint: so look
-    # saving 100 GB, preparing a data set, building an index on one rank. An endless loop does too.
+    # A silent write, a pool that works for it, or one long call that computes is allowed as long as a checkpoint: so
+    # look saving 100 GB, preparing a data set, building an index on one rank. An endless loop does too.
     patience_s = s.since_s + max(2 * s.limit_s, limits.checkpointing_s)
     if now_s < patience_s:
         if p.io_moved:
