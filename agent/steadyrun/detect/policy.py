@@ -253,8 +253,8 @@ class Policy:
 def _same_fault_twice(history: History) -> tuple[str, int | None] | None:
     """A (traceback hash, step) that ended the last attempt and an earlier one.
 
-    An attempt that resumed at the failing step has no step of its own when it fails: the same traceback before its first
-    step counts as the same fault.
+    An attempt that resumed at the failing step has no step of its own when it fails: the same traceback before its
+    first step counts as the same fault.
     """
     if not history.attempts:
         return None

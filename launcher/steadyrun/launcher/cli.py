@@ -144,22 +144,22 @@ def get_args_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Options that may stand alone: what that means, and the values that may follow "=".
+_WITHOUT_VALUE: Final = {"print_config": ("text", ("json", "text")), "quiet": ("on", ("on", "off"))}
+
+
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     shown = option.kind.show(option.default)
     text = f"{option.help} Default: {shown}." if shown else option.help
     text = text.replace("%", "%%")
     dest = f"ft_{option.field}"
-    if option.field == "print_config":
-        # argparse looks for the whole text among its flags before it splits at "=", so the second one takes no value
+    if option.field in _WITHOUT_VALUE:
+        # argparse looks for the whole text among its flags before it splits at "=", so these take no further word
+        alone, values = _WITHOUT_VALUE[option.field]
         for flag in option.flags:
-            group.add_argument(
-                flag, f"{flag}=json", f"{flag}=text", action=_Ours, dest=dest, nargs=0, const="text", help=text
-            )
+            spelled = [f"{flag}={value}" for value in values]
+            group.add_argument(flag, *spelled, action=_Ours, dest=dest, nargs=0, const=alone, help=text)
             text = argparse.SUPPRESS
-        return
-    if option.field == "quiet":
-        for flag in option.flags:
-            group.add_argument(flag, action=_Ours, dest=dest, nargs=0, const="on", help=text)
         return
     group.add_argument(*option.flags, action=_Ours, dest=dest, metavar=option.kind.metavar, help=text)
 
