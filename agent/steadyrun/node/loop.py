@@ -51,6 +51,7 @@ from steadyrun.node.ports import (
 )
 from steadyrun.node.sampling import Sampler
 from steadyrun.node.standby import StandbyPool
+from steadyrun.node.sweep import run_marker
 from steadyrun.node.tailer import LogTailer
 
 __all__ = ["NodeAgent", "NodeSpec", "Outcome", "RankFailure", "RankLauncher", "SignalSource"]
@@ -101,7 +102,6 @@ class NodeSpec:
     deadman_s: float = 300.0
     stack_signal: int = field(default_factory=lambda: signal.SIGRTMAX - 3)
     elastic: bool = False
-    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,6 @@ class RankLauncher(Protocol):
         ...
 
     def error_file(self, attempt: int, local_rank: int) -> str: ...
-
-    def console_names(self, attempt: int) -> Mapping[int, tuple[Path | None, Path | None]]:
-        """Per local rank: stdout and stderr files that the agent must follow onto its own console."""
-        ...
 
 
 class SignalSource(Protocol):
@@ -294,7 +290,7 @@ class NodeAgent:
         spec = self._spec
         self._record("run_started", script=spec.script, local_world_size=spec.local_world_size, mode=spec.mode)
         try:
-            self._guardian = Guardian(f"{spec.run_id}:{spec.node}", spec.run_folder.root, spec.node)
+            self._guardian = Guardian(run_marker(spec.run_id, spec.node), spec.run_folder.root, spec.node)
         except OSError as e:
             self._say(f"steadyrun: cannot start the guardian: {e}; a killed agent may leave processes behind")
         try:

@@ -29,6 +29,7 @@ __all__ = [
     "parse_stat",
     "read_process",
     "remove_shared_memory",
+    "run_marker",
     "scan_processes",
     "stale_shm",
 ]
@@ -143,6 +144,11 @@ def inherit(owner_of: Mapping[int, int], processes: Mapping[int, ProcessEntry]) 
                 found[child] = found[parent]
                 todo.append(child)
     return found
+
+
+def run_marker(run_id: str, node: str) -> str:
+    """The value of ``MARKER_NAME`` in the environment of a node's ranks and all that they start."""
+    return f"{run_id}:{node}"
 
 
 def has_marker(entry: ProcessEntry, marker: str, proc: Path = Path("/proc")) -> bool:

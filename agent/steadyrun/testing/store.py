@@ -63,10 +63,6 @@ class StoreNetwork:
             store.is_cut = True
             self._later(noticed_after_s, store.lose)
 
-    def next_due_s(self) -> float:
-        """When the next message arrives somewhere; ``inf`` if none is on its way."""
-        return self._due[0][0] if self._due else float("inf")
-
     def deliver(self) -> None:
         """Let everything happen that is due at the clock's time."""
         while self._due and self._due[0][0] <= self._clock.now_s():

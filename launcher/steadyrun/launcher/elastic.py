@@ -61,6 +61,7 @@ from steadyrun.node.loop import NodeAgent, NodeSpec, Outcome, RankFailure
 from steadyrun.node.ports import Membership, RendezvousFailedError, RendezvousOverError
 from steadyrun.node.processes import LinuxProcessTable
 from steadyrun.node.store import TorchAsyncStore, WorkerStore, open_worker_store
+from steadyrun.node.sweep import run_marker
 from steadyrun.node.tailer import LogTailer
 
 __all__ = [
@@ -563,14 +564,13 @@ class SteadyAgent(LocalElasticAgent):
             deadman_s=settings.deadman if math.isfinite(settings.deadman) else 0.0,
             stack_signal=settings.stack_signal,
             elastic=self._elastic,
-            quiet=settings.quiet,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:
             agent = NodeAgent(
                 node_spec,
                 rendezvous,
-                LinuxProcessTable(f"{run_id}:{node}"),
+                LinuxProcessTable(run_marker(run_id, node)),
                 launcher,
                 SystemClock(),
                 signals if signals.is_installed else None,

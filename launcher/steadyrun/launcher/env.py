@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from steadyrun.node.ports import Membership, SpawnSpec
+from steadyrun.node.sweep import MARKER_NAME, run_marker
 
 __all__ = [
     "Destination",
@@ -32,7 +33,6 @@ __all__ = [
     "without_in_rank_side",
 ]
 
-RUN_MARKER: Final = "STEADYRUN_RUN"
 SETUP: Final = "STEADYRUN_SETUP"
 STANDBY: Final = "STEADYRUN_STANDBY"
 ORIGINAL_PYTHONPATH: Final = "STEADYRUN_PYTHONPATH"
@@ -306,16 +306,6 @@ class TorchRankLauncher:
         """Where the rank's ``@record`` writes; empty where logs are switched off."""
         return self._error_files.get((attempt, local_rank), "")
 
-    def destinations(self, attempt: int) -> Mapping[int, tuple[Destination, Destination]]:
-        """By local rank: where stdout and stderr of the attempt go; empty for an attempt not planned yet."""
-        return dict(self._destinations) if attempt == self._planned else {}
-
-    def console_names(self, attempt: int) -> Mapping[int, tuple[Path | None, Path | None]]:
-        return {
-            local_rank: (out.path if out.follow else None, err.path if err.follow else None)
-            for local_rank, (out, err) in self.destinations(attempt).items()
-        }
-
     # -- one attempt -------------------------------------------------------------------------------------------------
     def _plan(
         self, attempt: int, membership: Membership, master_addr: str, master_port: int, attempt_dir: Path
@@ -391,7 +381,7 @@ class TorchRankLauncher:
     # -- the way in ----------------------------------------------------------------------------------------------------
     def _inherited(self) -> dict[str, str]:
         env = {k: v for k, v in self._facts.environ.items() if k not in OWN_NAMES}
-        env[RUN_MARKER] = f"{self._facts.run_id}:{self._facts.node}"
+        env[MARKER_NAME] = run_marker(self._facts.run_id, self._facts.node)
         return env
 
     def _with_in_rank_side(self, env: Mapping[str, str]) -> dict[str, str]:
