@@ -24,8 +24,8 @@ RANK_OPS: Final[Mapping[str, str]] = {
     "layout": "a new structure of the state [layout: JSON text, blob_bytes]; answered with 'arena' or 'refused'",
     "staged": "a slot is sealed [slot, generation, step, tiers: list of names]; no answer, 'save' events follow",
     "skipped": "this rank did not take part in a save that was due [step, why]",
-    "restore": "where to resume from [digest: of the layout, rejected: list of [source, step, why]]; 'choice' once "
-    "all ranks of the attempt have asked",
+    "restore": "where to resume from [digest: of the layout or null where that is not known yet, rejected: list of "
+    "[source, step, why], local: whether memory may be used]; 'choice' once all ranks of the attempt have asked",
     "agree": "gather a JSON value over all ranks [key, value]; answered with 'agreed' [key, values by rank]",
     "started": "training goes on at [step]; clears what was kept for the restore",
     "stepped": "at the end of training or on close [step]",
@@ -46,7 +46,8 @@ SAVER_OPS: Final[Mapping[str, str]] = {
 # agent -> saver, and the saver's own messages to the agent
 AGENT_OPS: Final[Mapping[str, str]] = {
     "attempt": "ranks of an attempt are being started [attempt, world_size, group_rank, group_world_size, "
-    "ranks: global ranks by local rank, host, port: the attempt's worker store, node]",
+    "ranks: global ranks by local rank, host, port: the attempt's worker store, node, rollback: {to, skip_batches, id} "
+    "from --ft-rollback or null: as a request of rollback.py, once per id]",
     "failed": "the attempt failed [attempt, step: newest or null, signature: equal for the same fault]",
     "flush": "make the newest complete snapshot durable now [limit_s]; answered with 'flushed'",
     "leave": "finish what is being written and end [limit_s]",
@@ -54,6 +55,7 @@ AGENT_OPS: Final[Mapping[str, str]] = {
     "drop": "saver -> agent: let go of it [name]",
     "kept": "agent -> saver, at its start: [name], with one descriptor, for each one held; then 'ready'",
     "ready": "agent -> saver: all kept descriptors have been sent",
+    "restart": "saver -> agent: restart the ranks [why], for a rollback request found in the root",
     "note": "saver -> agent: say this to the user [text]",
     "journal": "saver -> agent: write this record [type, fields]",
     "flushed": "saver -> agent: [step or null, why]",
