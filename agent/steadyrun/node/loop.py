@@ -50,6 +50,7 @@ from steadyrun.node.ports import (
     SpawnSpec,
 )
 from steadyrun.node.sampling import Sampler
+from steadyrun.node.saver import SaverKeeper
 from steadyrun.node.standby import StandbyPool
 from steadyrun.node.sweep import run_marker
 from steadyrun.node.tailer import LogTailer
@@ -84,6 +85,7 @@ class NodeSpec:
         standby: keep warm interpreters.
         preload: modules that standbys import besides what the first incarnation reported.
         elastic: the membership may grow.
+        rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
     """
 
     run_id: str
@@ -102,6 +104,7 @@ class NodeSpec:
     deadman_s: float = 300.0
     stack_signal: int = field(default_factory=lambda: signal.SIGRTMAX - 3)
     elastic: bool = False
+    rollback: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,19 @@ class _Mailbox:
         os.close(self._fd)
 
 
+class _Watcher:
+    """The loop's selector, as the saver's keeper sees it."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+
+    def watch(self, fd: int, then: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, then)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+
 class NodeAgent:
     """One node's agent; ``run`` does everything and returns how it ended."""
 
@@ -249,6 +265,7 @@ class NodeAgent:
             PolicyLimits(max_restarts=spec.max_restarts, without_progress=spec.restart_budget),
         )
         self._guardian: Guardian | None = None
+        self._saver: SaverKeeper | None = None
         self._channel: ControlChannel | None = None
         self._membership: Membership | None = None
         self._master: tuple[str, int] = ("", 0)
@@ -295,6 +312,11 @@ class NodeAgent:
             self._say(f"steadyrun: cannot start the guardian: {e}; a killed agent may leave processes behind")
         try:
             self._selector.register(self._mailbox.fileno(), selectors.EVENT_READ, self._on_mail)
+            if spec.observed:
+                root = spec.run_folder.root
+                self._saver = SaverKeeper(
+                    root, spec.node, _Watcher(self._selector), self._say, self._record, self._replan
+                )
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
             self._do(self._machine.start(self._clock.now_s()))
@@ -535,12 +557,20 @@ class NodeAgent:
         }
         self._channel.tell_stop(command.attempt, payload)
 
+    def _replan(self, why: str) -> None:
+        """The saver has found a request to go back to an older checkpoint."""
+        if self._channel is not None and self._machine.phase is ev.NodePhase.RUNNING:
+            self._say(f"steadyrun: {why}: ranks are restarted")
+            self._publish_stop(ev.PublishStop(self._attempt, why, "rollback", None, None))
+
     def _on_stop(self, channel: ControlChannel, attempt: int, payload: Mapping[str, Any]) -> None:
         if attempt < self._attempt:
             return
         trigger = str(payload.get("trigger", "exit"))
         self._record("stop", **{k: payload.get(k) for k in ("reason", "trigger", "origin", "incident", "delay_s")})
-        if trigger != "membership":
+        if self._saver is not None:
+            self._saver.flush(self._spec.limits.gather_s)  # it has what it needs: the ranks may be dead or hang
+        if trigger not in ev.PLANNED:
             self._incident = self._desk.open(int(payload.get("incident", 0)), attempt, payload)
             if channel.is_leader:
                 channel.expect_evidence(attempt)
@@ -548,7 +578,8 @@ class NodeAgent:
                     self._incident, channel.group_world_size, self._clock.now_s() + self._spec.limits.gather_s + 5.0
                 )
         elif channel.is_leader:
-            decision = ev.Decision(attempt, Action.RESTART, attempt + 1, str(payload.get("reason", "")), rejoin=True)
+            rejoin = trigger == "membership"
+            decision = ev.Decision(attempt, Action.RESTART, attempt + 1, str(payload.get("reason", "")), rejoin=rejoin)
             channel.tell_decision(attempt, self._pack_decision(decision))
         self._feed(ev.PeerStop(attempt, str(payload.get("reason", "")), int(payload.get("origin", 0)), trigger))
 
@@ -614,6 +645,10 @@ class NodeAgent:
         incident, judged = self._desk.judge_all(world_size, self._history)
         self._history = judged.history
         self._tell_verdict(incident, judged)
+        if self._saver is not None and self._history.attempts:
+            ended = self._history.attempts[-1]
+            signature = ended.tracebacks[0][0] if ended.tracebacks else ""
+            self._saver.tell_failed(incident.attempt, ended.highest_step, signature)
         self._channel.tell_decision(incident.attempt, self._pack_decision(judged.decision))
 
     def _tell_verdict(self, incident: Incident, judged: Judged) -> None:
@@ -697,6 +732,7 @@ class NodeAgent:
             "run_id": spec.run_id,
             "loaded_report": str(rank_dir / "loaded.json"),
             "stack_signal": spec.stack_signal,
+            "saver": self._saver.socket_path if self._saver is not None else None,
         }
 
     def _make_rank_dir(self, attempt: int, rank: int) -> Path:
@@ -756,6 +792,26 @@ class NodeAgent:
         self._calls.clear()
         self._sampler.begin_attempt(attempt)
         self._desk.begin_attempt(attempt)
+        self._tell_saver(attempt)
+
+    def _tell_saver(self, attempt: int) -> None:
+        m = self._membership
+        if self._saver is None or m is None:
+            return
+        host, port = self._master
+        self._saver.begin_attempt(
+            {
+                "attempt": attempt,
+                "world_size": m.world_size,
+                "group_rank": m.group_rank,
+                "group_world_size": m.group_world_size,
+                "ranks": list(m.ranks),
+                "host": host,
+                "port": port,
+                "node": self._spec.node,
+                "rollback": None if self._spec.rollback is None else dict(self._spec.rollback),
+            }
+        )
 
     def _watch_pid(self, pid: int) -> None:
         fd = self._processes.fileno_of(pid)
@@ -936,6 +992,7 @@ class NodeAgent:
             "command": spec.script,
             "started_at_unix_s": self._started_unix_s,
             "updated_at_unix_s": self._clock.unix_s(),
+            "saver_pid": self._saver.pid() if self._saver is not None else None,
             "standbys": self._standbys.status() if self._standbys is not None else [],
             "limits": {
                 "step_s": spec.limits.step_s,
@@ -1003,6 +1060,8 @@ class NodeAgent:
             self._unwatch_pid(pid)
         self._processes.sweep(self._attempt)
         self._processes.close()
+        if self._saver is not None:
+            self._saver.close()
         if self._tailer is not None:
             self._tailer.close()
         done = self._outcome is not None and self._outcome.exit_class is ExitClass.OK

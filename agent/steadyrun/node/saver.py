@@ -92,7 +92,7 @@ class SaverKeeper:
             listening.setblocking(False)
         except OSError as e:
             listening.close()
-            self._say(f"steadyrun: cannot open the saver's socket: {e}; checkpoints are written by the ranks themselves")
+            self._say(f"steadyrun: cannot open the saver's socket: {e}; the ranks themselves write checkpoints")
             return
         self._listening = listening
         self.socket_path = path

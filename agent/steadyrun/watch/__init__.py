@@ -4,9 +4,11 @@
     watch.step(i)                       # step i is done (only where the optimizer hook cannot see it)
     watch.beat()                        # still alive, in a long stretch without steps
     watch.should_stop()                 # True on all ranks at the same call, once the job is asked to stop
+    watch.checkpointer("checkpoints", model=model, optimizer=optimizer)   # saves often, resumes exactly
+    watch.commit("out/step-100")        # makes a checkpoint that a framework has written durable and checkable
 
-Nothing here raises or waits, whatever the watchdog does, and outside steadyrun every call does nothing. A section costs
-about a microsecond. Safe in any thread; in a forked child (a data-loader worker, say) nothing is recorded.
+Nothing but the last two raises or waits, whatever the watchdog does, and outside steadyrun the others do nothing. A
+section costs about a microsecond. Safe in any thread; in a forked child (a data-loader worker, say) nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from steadyrun.checkpoint.checkpointer import Checkpointer
     from steadyrun.watch.marks import Marks, SectionLike
+    from steadyrun.watch.setup import RankSetup
 
-__all__ = ["beat", "is_active", "section", "should_stop", "step"]
+__all__ = ["beat", "checkpointer", "commit", "is_active", "section", "should_stop", "step"]
+
+_MARKING = ("beat", "is_active", "section", "should_stop", "step")
 
 
 class _NoSection:
@@ -80,9 +86,43 @@ def is_active() -> bool:
     return False
 
 
-def _activate(marks: Marks) -> None:
+def checkpointer(root: Any, **options: Any) -> Checkpointer:
+    """The sharded asynchronous checkpointer for a folder; see ``steadyrun.checkpoint.checkpointer.Checkpointer``.
+
+        ckpt = watch.checkpointer("checkpoints", model=model, optimizer=optimizer, every="auto")
+        for step in range(ckpt.resume(), steps):
+            ...
+            ckpt.step(step)
+        ckpt.close()
+
+    Outside steadyrun it writes synchronously, in the same format.
+    """
+    return _load("steadyrun.checkpoint.checkpointer").Checkpointer(root, setup=_setup, **options)  # type: ignore[no-any-return]
+
+
+def commit(folder: Any, **options: Any) -> Any:
+    """Make a checkpoint folder that a framework has just written durable, checkable and part of the retention.
+
+    See ``steadyrun.checkpoint.foreign.commit`` for the options and what is returned.
+    """
+    return _load("steadyrun.checkpoint.foreign").commit(folder, **options)
+
+
+_setup: RankSetup | None = None
+
+
+def _load(module: str) -> Any:
+    """The checkpointer needs torch, which a script that only marks sections need not have: imported when asked for."""
+    from importlib import import_module
+
+    return import_module(module)
+
+
+def _activate(marks: Marks, setup: RankSetup | None = None) -> None:
     """Put the functions that mark in place of those that do nothing. By the bootstrap, before the script begins."""
-    for name in __all__:
+    global _setup
+    _setup = setup
+    for name in _MARKING:
         active = getattr(marks, name)
         active.__doc__ = globals()[name].__doc__
         globals()[name] = active

@@ -72,7 +72,7 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
     slot = Slot(setup.board, setup.slot)
     slot.check_free()
     marks = make_marks(slot.words, slot.base, slot.base_ns, os.getpid(), setup.rank, setup.attempt)
-    watch._activate(marks)
+    watch._activate(marks, setup)
     deadman = _start_dumps(setup, marks)
     recorder = ExceptionRecorder(setup.rank_dir, marks)
     recorder.install()

@@ -26,6 +26,7 @@ class RankSetup:
         deadman_s: stacks are written when no step and no beat came for so long; 0 or less: never.
         faults: a fault plan, or empty.
         loaded_report: file for ``LoadedReport``, or None.
+        saver: the socket of the node's saver, or None.
         stack_signal: number of the signal that makes the rank write its stacks.
     """
 
@@ -38,6 +39,7 @@ class RankSetup:
         "rank",
         "rank_dir",
         "run_id",
+        "saver",
         "slot",
         "stack_signal",
     )
@@ -54,6 +56,8 @@ class RankSetup:
         self.run_id = str(data.get("run_id", ""))
         report = data.get("loaded_report")
         self.loaded_report = local_path(report) if report else None
+        saver = data.get("saver")
+        self.saver = local_path(saver) if saver else None
         self.stack_signal = int(data.get("stack_signal") or 0)
 
     @classmethod

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, ExitClass
 from steadyrun.core.records import Suspicion
 
-__all__ = ["Command", "Decision", "Event", "NodePhase", "ProbeResult", "RankPhase", "RankSlot"]
+__all__ = ["PLANNED", "Command", "Decision", "Event", "NodePhase", "ProbeResult", "RankPhase", "RankSlot"]
+
+# Triggers of a stop that is no fault: nothing to gather, nobody to blame.
+PLANNED: Final = frozenset({"membership", "rollback"})
 
 
 class RankPhase(Enum):
@@ -175,7 +179,7 @@ class EvidenceDone:
 class PeerStop:
     """Somebody (this node included) asked for the end of the attempt; the first reason wins.
 
-    ``trigger`` as in Evidence, or ``membership``: then there is nothing to gather.
+    ``trigger`` as in Evidence, or one of ``PLANNED``: then there is nothing to gather.
     """
 
     attempt: int

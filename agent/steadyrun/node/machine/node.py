@@ -21,6 +21,7 @@ from steadyrun.core.classes import Action, ExitClass, Mode
 from steadyrun.core.records import Suspicion
 from steadyrun.node.machine import watchdog
 from steadyrun.node.machine.events import (
+    PLANNED,
     AllArrived,
     AllFinished,
     Arrive,
@@ -673,12 +674,12 @@ class NodeMachine:
         """*cause* is what all nodes agreed on; a fault that this node has seen itself is evidence in any case."""
         a = self._now
         own, a.cause, a.announced_until_s, a.probe = a.cause, cause, inf, None
-        if cause.trigger != "membership":
+        if cause.trigger not in PLANNED:
             late = () if own is None else own.suspicions
             if not late:
                 late = tuple(w.suspicion for w in self._watched() if w.due_s <= now_s)
             self._gather(_Cause(cause.trigger, cause.reason, late), now_s, out)
-        elif own is not None and own.trigger != "membership":
+        elif own is not None and own.trigger not in PLANNED:
             self._gather(own, now_s, out, only_report=True)
         else:
             self._stop_ranks(now_s, out)
@@ -780,7 +781,7 @@ class NodeMachine:
             case P.JOINING:
                 self._leave(*self._stopped_because(), now_s, out)
             case P.STARTING | P.RUNNING:
-                if a.cause is not None and a.cause.trigger != "membership":
+                if a.cause is not None and a.cause.trigger not in PLANNED:
                     self._end_attempt(a.cause, now_s, out)  # a fault is on record: its evidence comes first
                 else:
                     self._drain(now_s, out)
