@@ -10,7 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -81,12 +81,14 @@ class DcpMetadata:
     Attributes:
         objects: keys of what is no tensor.
         stored: by key and offsets of the shard; the offsets are None for objects.
+        paths: the way to each key in the nested state dict, where the planner has noted it.
     """
 
     tensors: tuple[Tensor, ...]
     objects: tuple[str, ...]
     stored: Mapping[tuple[str, tuple[int, ...] | None], Stored]
     details: Mapping[str, str]
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 def read_metadata(file: Path) -> DcpMetadata:
@@ -139,7 +141,20 @@ def _metadata(value: Any) -> DcpMetadata:
     if root.get("storage_meta") is not None:
         details["save id"] = _fields(root["storage_meta"], _METADATA + "StorageMeta").get("save_id")
     words = {name: text for name, text in details.items() if isinstance(text, str)}
-    return DcpMetadata(tuple(tensors), tuple(objects), stored, words)
+    return DcpMetadata(tuple(tensors), tuple(objects), stored, words, _paths(root.get("planner_data")))
+
+
+def _paths(value: Any) -> Mapping[str, tuple[str | int, ...]]:
+    """``planner_data`` as DCP's default planner writes it; other planners may put there what they like."""
+    if isinstance(value, Call) and value.name == "collections.OrderedDict":
+        value = dict(value.items)
+    if not isinstance(value, dict):
+        return {}
+    return {
+        key: tuple(path)
+        for key, path in value.items()
+        if isinstance(key, str) and isinstance(path, (tuple, list)) and all(isinstance(p, (str, int)) for p in path)
+    }
 
 
 def _tensor(key: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | None], Stored]) -> Tensor:

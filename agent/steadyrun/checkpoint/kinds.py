@@ -23,6 +23,7 @@ from steadyrun.checkpoint.contents import (
     Tensor,
     UnusableCheckpointError,
 )
+from steadyrun.checkpoint.manifest import FolderName
 
 __all__ = ["Found", "Listing", "find_checkpoints", "read_contents", "step_of"]
 
@@ -83,7 +84,13 @@ class Listing:
 
 
 def step_of(path: Path) -> int | None:
-    """The last number in the name, which is the step by all conventions: step-100, checkpoint-500, iter_0000100."""
+    """The last number in the name, which is the step by all conventions: step-100, checkpoint-500, iter_0000100.
+
+    In the names that steadyrun gives (step-000000012.a3.partial), the first.
+    """
+    own = FolderName.parse(path.name)
+    if own is not None:
+        return own.step
     match = _STEP.search(path.stem if path.suffix in (*_TORCH_SUFFIXES, ".safetensors") else path.name)
     return int(match[1]) if match else None
 
