@@ -22,11 +22,14 @@ __all__ = ["AGENT_OPS", "RANK_OPS", "SAVER_OPS", "Wire", "WireClosedError"]
 RANK_OPS: Final[Mapping[str, str]] = {
     "hello": "the first message [rank, local_rank, world_size, attempt, run_id, pid, options]; answered with 'welcome'",
     "layout": "a new structure of the state [layout: JSON text, blob_bytes]; answered with 'arena' or 'refused'",
-    "staged": "a slot is sealed [slot, generation, step, tiers: list of names]; no answer, 'save' events follow",
-    "skipped": "this rank did not take part in a save that was due [step, why]",
+    "staged": "a slot is sealed [slot, generation: the how manieth save of the attempt, skipped ones counted, equal on "
+    "all ranks, step, tiers: list of names, stall_s]; no answer, 'save' events follow",
+    "skipped": "this rank did not take part in a save that was due [step, generation, why]",
     "restore": "where to resume from [digest: of the layout or null where that is not known yet, rejected: list of "
-    "[source, step, why], local: whether memory may be used]; 'choice' once all ranks of the attempt have asked",
-    "agree": "gather a JSON value over all ranks [key, value]; answered with 'agreed' [key, values by rank]",
+    "[source, step, why], local: whether memory may be used, round: 0 for the first question of this process, 1 for the "
+    "next; the same when it is only repeated]; 'choice' once all ranks of the attempt have asked",
+    "agree": "gather a JSON value over all ranks [key: used once in an attempt, value]; answered with 'agreed' [key, "
+    "values: list by rank]",
     "started": "training goes on at [step]; clears what was kept for the restore",
     "stepped": "at the end of training or on close [step]",
     "flush": "make the newest complete snapshot durable [timeout_s]; answered with 'flushed' [step or null, why]",
@@ -36,7 +39,8 @@ RANK_OPS: Final[Mapping[str, str]] = {
 SAVER_OPS: Final[Mapping[str, str]] = {
     "welcome": "[version, root]",
     "arena": "the rank's snapshot memory [slots, note], with one descriptor",
-    "refused": "no snapshot memory [why]: write directly",
+    "refused": "no snapshot memory [why, direct: true: all ranks of the job are told so, and write directly; false: "
+    "only this rank, which says 'skipped' with that reason until its layout changes]",
     "save": "how a save is doing [step, generation, state: SaveState value, why, seconds]",
     "choice": "[source: memory|peer|folder|none, step, attempt, slot, path, skip_batches, rejected: list of "
     "[source, step, why], why]; source peer: the saver has put it into the slot already",
@@ -63,6 +67,7 @@ AGENT_OPS: Final[Mapping[str, str]] = {
 
 _MOST_BYTES: Final = 256 << 20
 _MOST_FDS: Final = 8
+_MOST_WAITING_BYTES: Final = 64 << 20
 
 
 class WireClosedError(SteadyrunError):
@@ -76,6 +81,8 @@ class Wire:
         self._sock = sock
         self._received = bytearray()
         self._fds: deque[int] = deque()
+        self._waiting: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._waiting_bytes = 0
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -128,6 +135,46 @@ class Wire:
                     return out
                 raise
 
+    def post(self, op: str, fds: Sequence[int] = (), **fields: Any) -> bool:
+        """Like ``send``, but never waits: what the socket does not take is kept, in order, for ``flush``.
+
+        Descriptors are copied, so that the caller may close its own at once.
+
+        Returns:
+            Whether everything is out.
+
+        Raises:
+            WireClosedError: nobody is there, or more than ``_MOST_WAITING_BYTES`` wait to be read.
+        """
+        if fds:
+            fields["fds"] = len(fds)
+        data = json.dumps({"op": op, **fields}, separators=(",", ":"), default=str).encode() + b"\n"
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes > _MOST_WAITING_BYTES:
+            raise WireClosedError(f"the other side does not read: {self._waiting_bytes:,} bytes wait for it")
+        self._waiting.append((memoryview(data), tuple(os.dup(fd) for fd in fds)))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Hand over what ``post`` has kept, without waiting; whether everything is out. Raises WireClosedError."""
+        while self._waiting:
+            data, fds = self._waiting[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+            try:
+                sent = self._sock.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError as e:
+                raise WireClosedError(f"cannot send: {e.strerror or e}") from e
+            for fd in fds:  # they went with the first byte
+                os.close(fd)
+            self._waiting_bytes -= sent
+            if sent == len(data):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = (data[sent:], ())
+        return True
+
     def _read(self, flags: int) -> None:
         try:
             data, ancillary, _, _ = self._sock.recvmsg(
@@ -168,4 +215,8 @@ class Wire:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        for _, fds in self._waiting:
+            for fd in fds:
+                os.close(fd)
+        self._waiting.clear()
         self._sock.close()
