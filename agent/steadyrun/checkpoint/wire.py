@@ -26,8 +26,8 @@ RANK_OPS: Final[Mapping[str, str]] = {
     "all ranks, step, tiers: list of names, stall_s]; no answer, 'save' events follow",
     "skipped": "this rank did not take part in a save that was due [step, generation, why]",
     "restore": "where to resume from [digest: of the layout or null where that is not known yet, rejected: list of "
-    "[source, step, why], local: whether memory may be used, round: 0 for the first question of this process, 1 for the "
-    "next; the same when it is only repeated]; 'choice' once all ranks of the attempt have asked",
+    "[source, step, why], local: whether memory may be used, round: 0 for the first question of this process, 1 for "
+    "the next; the same when it is only repeated]; 'choice' once all ranks of the attempt have asked",
     "agree": "gather a JSON value over all ranks [key: used once in an attempt, value]; answered with 'agreed' [key, "
     "values: list by rank]",
     "started": "training goes on at [step]; clears what was kept for the restore",
