@@ -1,0 +1,1 @@
+"""The node's saver: a process that owns the snapshot memory and writes checkpoints from it."""
