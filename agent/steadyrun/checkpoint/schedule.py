@@ -17,18 +17,17 @@ from typing import Any, Final
 from steadyrun.checkpoint.interval import (
     Costs,
     Formula,
-    TwoTiers,
     estimated_mtbf_s,
     interval_words,
     mtbf_words,
     overhead_at,
     prior_mtbf_s,
     recommend,
-    two_tiers,
+    young_interval_s,
 )
 from steadyrun.checkpoint.saves import CheckpointOptions, Every, SaveState, TierName
 
-__all__ = ["Experience", "Figures", "Order", "Schedule", "tiers_at"]
+__all__ = ["Experience", "Figures", "Order", "Schedule", "snapshot_intervals_s", "tiers_at"]
 
 _PERSIST_MARGIN: Final = 1.1  # an interval is at least this times the persist time
 _CHANGE_RATIO: Final = 1.2  # an interval in use stays until the optimum is further away; within it costs under 2 %
@@ -147,6 +146,30 @@ def tiers_at(options: CheckpointOptions, step: int) -> frozenset[TierName]:
     if tiers or _hits(options.every_memory, step):
         tiers |= _memory_tiers(options)
     return frozenset(tiers)
+
+
+def snapshot_intervals_s(costs: Costs, memory_share: float, least_durable_s: float) -> tuple[float, float]:
+    """Training time between two snapshots in memory, and between two of them that are also written.
+
+    Each snapshot costs the stall; writing one costs nothing more than what steps lose meanwhile, so that the two tiers
+    share their stalls (``two_tiers`` is for a durable save with a stall of its own). The overhead is ``d/m + s L/w +
+    p m/2M + (1 - p) w/2M`` for m between snapshots and w >= m between written ones; where the optimum has w < m, every
+    snapshot is written: ``m = w = sqrt(2 (d + s L) M)``.
+
+    Args:
+        memory_share: p, failures that the snapshots survive; above 0 and below 1.
+        least_durable_s: bound of w; snapshots may then be the more frequent ones after all.
+    """
+    memory_s = young_interval_s(costs.stall_s, costs.mtbf_s / memory_share)
+    writing_s = costs.whole_stall_s - costs.stall_s
+    durable_s = young_interval_s(writing_s, costs.mtbf_s / (1.0 - memory_share)) if writing_s > 0 else 0.0
+    both_s = young_interval_s(costs.whole_stall_s, costs.mtbf_s)
+    if durable_s <= memory_s:
+        if both_s >= least_durable_s:
+            return both_s, both_s
+        durable_s = least_durable_s
+    durable_s = max(durable_s, least_durable_s)
+    return min(memory_s, durable_s), durable_s
 
 
 def _hits(period: int | None, step: int) -> bool:
@@ -446,21 +469,14 @@ class Schedule:
             slowdown_ratio=self.slowdown_ratio,
         )
 
-    def _tiers(self) -> TwoTiers | None:
-        """None where there is no memory tier, or where it would not be the more frequent one."""
-        if not self._options.slots:
-            return None
+    def _optima_s(self, least_durable_s: float = 0.0) -> tuple[float, float]:
+        """Of snapshots in memory and of durable saves; equal where there are no snapshots apart."""
         costs = self._costs()
-        tiers = two_tiers(costs, costs.stall_s, self.memory_share)
-        return tiers if tiers.memory_interval_s < tiers.durable_interval_s else None
-
-    def _optima_s(self) -> tuple[float, float]:
-        tiers = self._tiers()
-        if tiers is not None:
-            return tiers.memory_interval_s, tiers.durable_interval_s
-        best = recommend(self._costs())
+        if self._options.slots:
+            return snapshot_intervals_s(costs, self.memory_share, least_durable_s)
+        best = recommend(costs)
         optimum_s = best.young_s if best.formula is Formula.YOUNG else best.daly_s
-        return optimum_s, optimum_s
+        return optimum_s, max(optimum_s, least_durable_s)
 
     def _adapt(self) -> None:
         """New figures: move the intervals if they are far enough from the optimum, and always out of the bound."""
@@ -471,7 +487,7 @@ class Schedule:
         if self._every.seconds is not None:
             self._memory_s = self._durable_s = max(self._every.seconds, least_s)
             return
-        memory_s, durable_s = self._optima_s()
+        memory_s, durable_s = self._optima_s(least_s)
         costs = self._costs()
         durable_s = max(min(durable_s, max(_LONGEST_DURABLE_S, costs.whole_stall_s / _CHEAP_RATIO)), least_s)
         memory_s = min(memory_s, max(_LONGEST_MEMORY_S, costs.stall_s / _CHEAP_RATIO), durable_s)
