@@ -312,6 +312,40 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollback:
+    """A step to go back to, and ranges of batches to leave out from there on: ``1200`` or ``1200,1250:1300``.
+
+    The value is ``(step, ((first, end), ...))``, or None.
+    """
+
+    @property
+    def allowed(self) -> str:
+        return "a step, and after commas ranges of batches FIRST:END to leave out (1200,1250:1300)"
+
+    @property
+    def metavar(self) -> str:
+        return "STEP[,A:B...]"
+
+    def parse(self, raw: object) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+        text = str(raw).strip()
+        if raw is None or text.lower() in OFF_WORDS:
+            return None
+        if re.fullmatch(r"\d{1,15}(,\d{1,15}:\d{1,15})*", text) is None:
+            raise ValueError
+        step, *ranges = text.split(",")
+        skipped = tuple((int(first), int(end)) for first, end in (r.split(":") for r in ranges))
+        if any(first >= end for first, end in skipped):
+            raise ValueError
+        return int(step), skipped
+
+    def show(self, value: Any) -> str:
+        if value is None:
+            return "off"
+        step, skipped = value
+        return ",".join([str(step), *(f"{first}:{end}" for first, end in skipped)])
+
+
+@dataclass(frozen=True, slots=True)
 class SignalNumber:
     """A signal by name (``SIGUSR1``, ``SIGRTMAX-3``) or number."""
 
@@ -477,6 +511,14 @@ class Settings:
         3,
         "Restarts without a newly reached step before the job is given up. Unused when --max-restarts is given, which "
         "is obeyed exactly.",
+        _RESTART,
+    )
+
+    rollback: tuple[int, tuple[tuple[int, int], ...]] | None = _option(
+        Rollback(),
+        None,
+        "Resume from the newest complete checkpoint that is not newer than STEP, and leave batches A to B-1 out; for "
+        "scripts that use watch.checkpointer.",
         _RESTART,
     )
 

@@ -50,7 +50,7 @@ import steadyrun.watch
 from steadyrun.core.classes import ExitClass
 from steadyrun.core.clock import SystemClock
 from steadyrun.core.errors import ConfigError, SteadyrunError
-from steadyrun.core.options import Resolved, environment_source, resolve
+from steadyrun.core.options import Resolved, Settings, environment_source, resolve
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.launcher.cli import NotGiven
 from steadyrun.launcher.env import Destination, JobFacts, LogRules, LogsDest, RankCommand, RoleRank, TorchRankLauncher
@@ -564,6 +564,7 @@ class SteadyAgent(LocalElasticAgent):
             deadman_s=settings.deadman if math.isfinite(settings.deadman) else 0.0,
             stack_signal=settings.stack_signal,
             elastic=self._elastic,
+            rollback=_rollback(settings, run_id),
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:
@@ -620,6 +621,15 @@ class SteadyAgent(LocalElasticAgent):
             self._record_metrics(result)
             self._record_worker_events(result)
         return result
+
+
+def _rollback(settings: Settings, run_id: str) -> Mapping[str, Any] | None:
+    """What --ft-rollback asks of the saver. A run that is requeued with the same id and options does it once."""
+    if settings.rollback is None:
+        return None
+    to, skipped = settings.rollback
+    text = ",".join(f"{first}:{end}" for first, end in skipped)
+    return {"to": to, "skip_batches": [list(r) for r in skipped], "id": f"{run_id}-{to}-{text}"}
 
 
 def _faults(option: str, environ: Mapping[str, str]) -> str:

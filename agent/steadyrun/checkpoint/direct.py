@@ -1,0 +1,278 @@
+"""Saving and choosing without a saver: the ranks write the same files themselves and agree by torch.distributed.
+
+``save`` returns once the checkpoint is durable or has failed. All ranks call everything here together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from steadyrun.checkpoint import commit, rollback
+from steadyrun.checkpoint.catalog import CatalogError, list_checkpoints
+from steadyrun.checkpoint.choose import FolderOffer, Offer, Rejected, choose
+from steadyrun.checkpoint.dcpfile import metadata_bytes
+from steadyrun.checkpoint.interval import prior_mtbf_s, young_interval_s
+from steadyrun.checkpoint.layout import Entry, Layout
+from steadyrun.checkpoint.manifest import Manifest
+from steadyrun.checkpoint.planning import Part, Plan, plan
+from steadyrun.checkpoint.retention import Keep, prune
+from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
+from steadyrun.checkpoint.shardfile import WriteOptions, Written, write_rank_files
+from steadyrun.core.errors import SteadyrunError
+
+__all__ = ["DirectWriter", "Done", "Gather", "gather_alone", "gather_over"]
+
+T = TypeVar("T")
+
+_LEAST_AUTO_S: Final = 60.0
+
+
+class Gather(Protocol):
+    """Every rank's value, by rank; all ranks call it."""
+
+    def __call__(self, value: T, /) -> list[T]: ...
+
+
+def gather_alone(value: T, /) -> list[T]:
+    return [value]
+
+
+def gather_over(group: Any) -> Gather:
+    """Over a process group of torch (None: the default one), whatever its backend."""
+
+    def gather(value: T, /) -> list[T]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return gather
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a save ended; *why* is empty when it is durable."""
+
+    state: SaveState
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    written: Written | None
+    why: str = ""
+
+
+class DirectWriter:
+    """One rank's part of saves that the ranks make themselves."""
+
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        run_id: str,
+        gather: Gather,
+        say: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._root = Path(options.root)
+        self._rank = rank
+        self._world_size = world_size
+        self._attempt = attempt
+        self._run_id = run_id
+        self._gather = gather
+        self._say = say
+        self._layouts: list[Layout] = []
+        self._plan: Plan | None = None
+        self._digest = ""
+        self._last_s = 0.0
+
+    @property
+    def auto_interval_s(self) -> float:
+        """Young's interval for what the last save took and the prior failure rate; a save blocks all ranks here."""
+        mtbf_s = prior_mtbf_s(max(self._world_size, 1))
+        return max(young_interval_s(self._last_s, mtbf_s) if self._last_s > 0 else 0.0, _LEAST_AUTO_S)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+    def save(self, step: int, layout: Layout, tensors: Sequence[torch.Tensor], blobs: Sequence[bytes]) -> Done:
+        started_s = time.monotonic()
+        why = ""
+        try:
+            part = self._plan_for(layout)
+        except SteadyrunError as e:
+            return Done(SaveState.FAILED, str(e), time.monotonic() - started_s)
+        partial = self._begin(step)
+        if isinstance(partial, Path):
+            vote = self._write(partial, layout, part, tensors, blobs)
+            votes = self._gather(vote)
+            why = self._finish(step, partial, layout, votes)
+        else:
+            why = partial
+        self._last_s = time.monotonic() - started_s
+        return Done(SaveState.FAILED if why else SaveState.DURABLE, why, self._last_s)
+
+    def _plan_for(self, layout: Layout) -> Part:
+        """Ranks agree whether anybody's structure has changed, and only then exchange it."""
+        if any(self._gather(layout.digest() != self._digest)):
+            self._layouts = [Layout.from_json(text) for text in self._gather(layout.to_json())]
+            self._plan = plan(self._layouts)
+            self._digest = layout.digest()
+        assert self._plan is not None
+        return self._plan.parts[self._rank]
+
+    def _begin(self, step: int) -> Path | str:
+        """The folder to write into, or why there is none; rank 0 makes it."""
+        answer: tuple[str, str] = ("", "")
+        if self._rank == 0:
+            try:
+                answer = (str(commit.begin(self._root, step, self._attempt)), "")
+            except (SteadyrunError, OSError) as e:
+                answer = ("", str(e))
+        path, why = self._gather(answer)[0]
+        return Path(path) if path else why
+
+    def _write(
+        self, partial: Path, layout: Layout, part: Part, tensors: Sequence[torch.Tensor], blobs: Sequence[bytes]
+    ) -> _Vote:
+        payloads = {(e.key, e.offsets): t for e, t in zip(layout.entries, tensors, strict=True)}
+        held: list[torch.Tensor] = []  # what a view points into must live as long as the view
+
+        def payload(entry: Entry) -> memoryview:
+            view, owner = _bytes_of(payloads[entry.key, entry.offsets])
+            held[:] = [owner]
+            return view
+
+        options = WriteOptions(most_bytes_per_s=self._options.most_bytes_per_s, read_back=self._options.read_back)
+        try:
+            return _Vote(write_rank_files(partial, layout, part, payload, blobs, options))
+        except (SteadyrunError, OSError) as e:
+            return _Vote(None, str(e))
+
+    def _finish(self, step: int, partial: Path, layout: Layout, votes: Sequence[_Vote]) -> str:
+        """Rank 0 commits or gives up; every rank learns which."""
+        why = ""
+        if self._rank == 0:
+            why = self._why_not(votes)
+            try:
+                if why:
+                    commit.abandon(partial)
+                else:
+                    self._commit(step, partial, layout, votes)
+            except (SteadyrunError, OSError) as e:
+                why = why or str(e)
+        return self._gather(why)[0]
+
+    def _why_not(self, votes: Sequence[_Vote]) -> str:
+        for rank, vote in enumerate(votes):
+            if vote.written is None:
+                return f"rank {rank}: {vote.why}"
+        assert self._plan is not None
+        for group, ranks in enumerate(self._plan.groups):
+            digests: dict[str, list[int]] = {}
+            for rank in ranks:
+                written = votes[rank].written
+                assert written is not None
+                digests.setdefault(written.replica_digests.get(group, ""), []).append(rank)
+            if len(digests) > 1:
+                sides = sorted(digests.values(), key=len)
+                text = f"what should be equal on ranks {list(ranks)} is not: {' / '.join(str(s) for s in sides)} differ"
+                if self._options.refuse_unequal_replicas:
+                    return text
+                self._say(text)
+        return ""
+
+    def _commit(self, step: int, partial: Path, layout: Layout, votes: Sequence[_Vote]) -> None:
+        assert self._plan is not None
+        written = [v.written for v in votes if v.written is not None]
+        details = layout.details
+        manifest = Manifest(
+            step=step,
+            attempt=self._attempt,
+            run_id=self._run_id,
+            world_size=self._world_size,
+            created_unix_s=time.time(),
+            torch=str(details.get("torch", "")),
+            steadyrun=str(details.get("steadyrun", "")),
+            files=tuple(f for w in written for f in w.files),
+            covered=tuple(details.get("covered", ())),
+            not_covered=tuple(details.get("not_covered", ())),
+            mesh=details.get("mesh"),
+            replicas_compared=len(self._plan.groups),
+            skipped=tuple((int(a), int(b)) for a, b in details.get("skipped", ())),
+            details={"written_by": "ranks"},
+        )
+        metadata = metadata_bytes(self._plan, self._layouts, written)
+        commit.commit(self._root, partial, manifest, metadata)
+        keep = Keep(self._options.keep, self._options.keep_every)
+        pruned = prune(self._root, keep, remove=commit.remove, sweep_trash=commit.sweep_trash)
+        for _, why in pruned.failed:
+            self._say(why)
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+    def choose(self, rejected: Sequence[Sequence[Any]]) -> Mapping[str, Any]:
+        """Where to resume from, in the form of the saver's ``choice``; rank 0 looks."""
+        answer: dict[str, Any] = {}
+        if self._rank == 0:
+            try:
+                answer = self._look(rejected)
+            except (CatalogError, OSError) as e:
+                answer = {"source": "none", "step": -1, "path": "", "rejected": [[str(self._root), -1, str(e)]]}
+        return self._gather(answer)[0]
+
+    def _look(self, rejected: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        pending = rollback.take(self._root)
+        folders = [
+            FolderOffer(
+                tier=TierName.SHARED,
+                step=c.step,
+                attempt=c.attempt,
+                path=str(c.path),
+                world_size=c.manifest.world_size if c.manifest is not None else 0,
+                verified=c.is_verified,
+                problem=c.problem or "",
+                superseded=c.is_superseded,
+            )
+            for c in list_checkpoints(self._root)
+        ]
+        refusals = [Rejected(str(source), int(step), str(why)) for source, step, why in rejected]
+        offers = {rank: Offer("") for rank in range(self._world_size)}
+        choice = choose(offers, folders, refusals, rollback_to=None if pending is None else pending.to)
+        return {
+            "source": choice.source.value,
+            "step": choice.step,
+            "attempt": choice.attempt,
+            "path": choice.path,
+            "why": choice.why,
+            "skip_batches": self._skipped(choice.path, pending),
+            "rejected": [[r.path or r.tier.value, r.step, r.why] for r in choice.refused],
+        }
+
+    def _skipped(self, path: str, pending: Any) -> list[list[int]]:
+        ranges: list[tuple[int, int]] = []
+        if path:
+            ranges += commit.read_manifest(Path(path)).skipped
+        if pending is not None:
+            ranges += pending.skip_batches
+        return [list(r) for r in dict.fromkeys(ranges)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
+    """A tensor's bytes in C order, without a copy where it is contiguous and on the CPU, and the tensor that owns them."""
+    owner = tensor.detach()
+    if owner.device.type != "cpu" or not owner.is_contiguous():
+        owner = owner.cpu().contiguous()
+    size_bytes = owner.numel() * owner.element_size()
+    if size_bytes == 0:
+        return memoryview(b""), owner
+    raw = (ctypes.c_ubyte * size_bytes).from_address(owner.data_ptr())
+    return memoryview(raw).cast("B"), owner
