@@ -6,6 +6,7 @@ Pure: the saver of group rank 0 gathers what each rank's node holds and what the
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ class Snapshot:
         generation: of the save, equal on all ranks that took part in the same one.
         digest: of the layout that it was made with, see ``Layout.digest``.
         tier: MEMORY in the node's own memory, PEER in that of its partner.
+        saved_unix_s: 0 when not known.
     """
 
     step: int
@@ -55,6 +57,7 @@ class Snapshot:
     generation: int
     digest: str
     tier: TierName = TierName.MEMORY
+    saved_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class FolderOffer:
     problem: str = ""
     superseded: bool = False
     ranks: frozenset[int] | None = None
+    saved_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,20 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A state after whose load the same fault came back. All copies hold the same bytes, so all of them are meant."""
+    """A state after whose load the same fault came back. All copies hold the same bytes, so all of them are meant.
+
+    Attributes:
+        at_unix_s: when that was found. What was saved later is another state, also with the same step and attempt: a
+            new run counts its attempts from 0 again.
+    """
 
     step: int
     attempt: int
     why: str
+    at_unix_s: float = math.inf
+
+    def is_of(self, step: int, attempt: int, saved_unix_s: float) -> bool:
+        return (self.step, self.attempt) == (step, attempt) and saved_unix_s <= self.at_unix_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,7 @@ class _Candidate:
     path: str = ""
     verified: bool = False
     tiers: Mapping[int, TierName] = field(default_factory=dict)
+    saved_unix_s: float = 0.0
 
     @property
     def order(self) -> tuple[int, int, int, bool, int, str]:
@@ -188,14 +202,14 @@ def choose(
         rollback_to: nothing newer than this step.
     """
     candidates = [*_from_memory(offers, rejected), *_from_folders(offers.keys(), folders, rejected)]
-    poisoned = {(q.step, q.attempt): q.why for q in quarantined}
     refused: list[Refused] = []
     for candidate in sorted(candidates, key=lambda c: c.order, reverse=True):
         why_not = candidate.why_not
         if rollback_to is not None and candidate.step > rollback_to:
             why_not = f"newer than step {rollback_to}, to which training goes back"
-        elif (candidate.step, candidate.attempt) in poisoned:
-            why_not = f"quarantined: {poisoned[candidate.step, candidate.attempt]}"
+        for q in quarantined:
+            if q.is_of(candidate.step, candidate.attempt, candidate.saved_unix_s):
+                why_not = f"quarantined: {q.why}"
         if not why_not:
             return _chosen(candidate, refused, rollback_to)
         refused.append(Refused(candidate.tier, candidate.step, candidate.attempt, why_not, candidate.path))
@@ -234,10 +248,12 @@ def _from_memory(offers: Mapping[int, Offer], rejected: Sequence[Rejected]) -> l
     saves = {(s.step, s.attempt, s.generation) for offer in offers.values() for s in offer.snapshots}
     out = []
     for step, attempt, generation in saves:
+        saved_unix_s = 0.0
         tiers: dict[int, TierName] = {}
         lacking: dict[str, list[int]] = {}  # reason -> ranks
         for rank, offer in sorted(offers.items()):
             held = [s for s in offer.snapshots if (s.step, s.attempt, s.generation) == (step, attempt, generation)]
+            saved_unix_s = max(saved_unix_s, *(s.saved_unix_s for s in held), 0.0)
             tier, why_not = _usable(rank, offer.digest, held, rejected)
             if tier is not None:
                 tiers[rank] = tier
@@ -245,7 +261,7 @@ def _from_memory(offers: Mapping[int, Offer], rejected: Sequence[Rejected]) -> l
                 lacking.setdefault(why_not, []).append(rank)
         farthest = max(tiers.values(), key=_NEAREST.__getitem__, default=TierName.MEMORY)
         why_not = "; ".join(f"{_ranks(ranks)}: {reason}" for reason, ranks in lacking.items())
-        out.append(_Candidate(farthest, step, attempt, why_not, generation, tiers=tiers))
+        out.append(_Candidate(farthest, step, attempt, why_not, generation, tiers=tiers, saved_unix_s=saved_unix_s))
     return out
 
 
@@ -293,6 +309,7 @@ def _from_folders(
             path=path,
             verified=any(f.verified for f in same),
             tiers=dict.fromkeys(sorted(everybody), tier),
+            saved_unix_s=max(f.saved_unix_s for f in same),
         )
         for (tier, step, attempt, path), same in seen.items()
     ]

@@ -45,7 +45,7 @@ def to_remove(
     keep_every: int | None = None,
     in_use: Collection[Path] = (),
     pinned: Collection[Path] = (),
-    quarantined: Collection[tuple[int, int]] = (),
+    quarantined: Collection[Path] = (),
 ) -> tuple[Listed, ...]:
     """Those of *listed* that can go, oldest first.
 
@@ -57,7 +57,7 @@ def to_remove(
     Args:
         listed: checkpoints and partials, in any order.
         in_use: being written, read or copied, by path.
-        quarantined: step and attempt.
+        quarantined: by path, see ``quarantine.Ledger.among``.
     """
     newest_first = sorted(listed, key=lambda c: (*c.order, c.path.name), reverse=True)
     good = [c for c in newest_first if c.is_complete and not _is_doubtful(c, quarantined)]
@@ -80,11 +80,11 @@ def to_remove(
     return tuple(c for c in reversed(out) if c.path not in spared)
 
 
-def _is_doubtful(c: Listed, quarantined: Collection[tuple[int, int]]) -> bool:
-    return c.is_superseded or (c.step, c.attempt) in quarantined
+def _is_doubtful(c: Listed, quarantined: Collection[Path]) -> bool:
+    return c.is_superseded or c.path in quarantined
 
 
-def _is_passed(c: Listed, newer: Sequence[Listed], keep: int, quarantined: Collection[tuple[int, int]]) -> bool:
+def _is_passed(c: Listed, newer: Sequence[Listed], keep: int, quarantined: Collection[Path]) -> bool:
     """Whether enough good ones are newer than *c* for it not to be missed."""
     count = sum(1 for n in newer if n.is_complete and not _is_doubtful(n, quarantined))
     return count >= (max(keep, LEAST_KEPT) if c.is_complete else 1)
@@ -125,7 +125,7 @@ def prune(
     keep: Keep,
     in_use: Collection[Path] = (),
     pinned: Collection[Path] = (),
-    quarantined: Collection[tuple[int, int]] = (),
+    quarantined: Collection[Path] = (),
     *,
     remove: Callable[[Path], None],
     sweep_trash: Callable[[Path], object],

@@ -126,6 +126,16 @@ def test_a_quarantined_state_is_refused_in_every_tier() -> None:
     assert choose(held, [folder(8, attempt=1)], quarantined=[Quarantined(8, 0, "NaN")]).attempt == 1
 
 
+def test_what_was_saved_after_the_quarantine_is_another_state() -> None:
+    poisoned = [Quarantined(8, 0, "NaN", at_unix_s=1000.0)]
+    again = folder(8, saved_unix_s=1001.0)
+    assert choose(offers([], []), [folder(8, saved_unix_s=999.0)], quarantined=poisoned).source is Source.NONE
+    assert choose(offers([], []), [again], quarantined=poisoned).step == 8
+    held = [Snapshot(8, 0, 1, NOW, MEMORY, at) for at in (999.0, 1001.0)]
+    assert choose(offers(held[:1]), [], quarantined=poisoned).source is Source.NONE
+    assert choose(offers(held[1:]), [], quarantined=poisoned).source is Source.MEMORY
+
+
 def test_incomplete_superseded_and_unreachable_folders_are_refused() -> None:
     folders = [
         folder(9, problem="manifest.json is missing"),
