@@ -30,7 +30,19 @@ from steadyrun.checkpoint.contents import (
 from steadyrun.checkpoint.pickles import Call, Global, PickleError, RefusedPickleError, read_pickle
 from steadyrun.core.errors import SteadyrunError
 
-__all__ = ["DamagedMetadataError", "DcpMetadata", "Stored", "is_outside", "pieces_of", "problems_of", "read_metadata"]
+__all__ = [
+    "ALLOWED_PREFIX",
+    "MOST_METADATA_BYTES",
+    "DamagedMetadataError",
+    "DcpMetadata",
+    "Stored",
+    "coverage_problems",
+    "is_allowed",
+    "is_outside",
+    "pieces_of",
+    "problems_of",
+    "read_metadata",
+]
 
 MOST_METADATA_BYTES: Final = 1 << 30
 _METADATA: Final = "torch.distributed.checkpoint.metadata."
@@ -59,7 +71,7 @@ _ALLOWED: Final = frozenset(
     ]
 )
 # Data classes that Megatron adds to the metadata: how tensors were reshaped before the save.
-_ALLOWED_PREFIX: Final = "megatron.core.dist_checkpointing."
+ALLOWED_PREFIX: Final = "megatron.core.dist_checkpointing."
 
 
 class DamagedMetadataError(SteadyrunError):
@@ -104,7 +116,7 @@ def read_metadata(file: Path) -> DcpMetadata:
             f"{file.name} has {size_bytes:,} bytes; more than {MOST_METADATA_BYTES:,} are not read"
         )
     try:
-        return _metadata(read_pickle(file.read_bytes(), _is_allowed))
+        return _metadata(read_pickle(file.read_bytes(), is_allowed))
     except RefusedPickleError as e:
         raise DamagedMetadataError(
             f"{file.name} is refused: it {e}; torch would run what it names, so do not load this folder"
@@ -115,8 +127,9 @@ def read_metadata(file: Path) -> DcpMetadata:
         raise DamagedMetadataError(f"{file.name} does not have the structure that torch writes: {e}") from e
 
 
-def _is_allowed(name: str) -> bool:
-    return name in _ALLOWED or name.startswith(_ALLOWED_PREFIX)
+def is_allowed(name: str) -> bool:
+    """Whether a name belongs into ``.metadata``."""
+    return name in _ALLOWED or name.startswith(ALLOWED_PREFIX)
 
 
 class _UnexpectedError(Exception):
@@ -253,7 +266,7 @@ def problems_of(metadata: DcpMetadata, files: Iterable[FileInfo], is_whole: bool
     if not is_whole:
         return problems
     for tensor in metadata.tensors:
-        problems += _coverage(tensor)
+        problems += coverage_problems(tensor)
     for key in metadata.objects:
         if (key, None) not in metadata.stored and not any(k == key for k, _ in metadata.stored):
             problems.append(Problem(ProblemKind.MISSING, "no bytes are stored for it", keys=(key,)))
@@ -291,7 +304,8 @@ def is_outside(file: str) -> bool:
     return file.startswith("/") or ".." in file.split("/") or "\0" in file or not file
 
 
-def _coverage(tensor: Tensor) -> list[Problem]:
+def coverage_problems(tensor: Tensor) -> list[Problem]:
+    """Elements of *tensor* that are in no shard or in two, shards without bytes or beyond its shape."""
     keys = (tensor.key,)
     problems = []
     inside = []

@@ -59,13 +59,19 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in ``data.pkl``: *record* holds its storage, of which it needs *needed_bytes* (None: not known)."""
+    """A tensor in ``data.pkl``.
+
+    Attributes:
+        record: holds its storage, of which it needs *needed_bytes* (None: not known).
+        is_plain: its elements are the storage from the first byte on, in C order.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     record: str
     needed_bytes: int | None
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,18 @@ def _tensor(key: str, call: Call) -> StoredTensor | None:
     last = first + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     bits = DTYPE_BITS.get(dtype or "")
     needed = None if bits is None else (last + 1) * bits // 8 if math.prod(shape) else 0
-    return StoredTensor(key, dtype or "?", tuple(shape), f"data/{reference[2]}", needed)
+    has_marks = any(args[7:] if call.name.endswith("v3") else args[6:])  # conjugated, for instance
+    is_plain = first == 0 and not has_marks and _is_contiguous(shape, strides)
+    return StoredTensor(key, dtype or "?", tuple(shape), f"data/{reference[2]}", needed, is_plain)
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return math.prod(shape) == 0
+        step *= size
+    return True
 
 
 def _are_sizes(values: Any) -> bool:
