@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from steadyrun.checkpoint.commit import LATEST_NAME, TRASH_PREFIX, open_manifest, read_manifest
 from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FolderName, Manifest, ManifestError
 from steadyrun.core.errors import SteadyrunError
@@ -36,9 +37,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-LATEST_NAME: Final = "latest.json"
 SUPERSEDED_NAME: Final = ".superseded"
-TRASH_PREFIX: Final = ".trash-"
 _GONE: Final = (errno.ENOENT, errno.ENOTDIR)
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 
@@ -122,7 +121,7 @@ def list_checkpoints(root: Path) -> tuple[Listed, ...]:
 def look(root: Path) -> Catalog:
     """All that is in *root*; empty when it does not exist.
 
-    Sizes of the files are compared with the manifest, their content is not read.
+    Names and sizes of the files are compared with the manifest, and the bytes of ``.metadata``; tensors are not read.
 
     Raises:
         CatalogError: *root* is there and cannot be listed.
@@ -179,58 +178,48 @@ def _listed(path: Path, name: FolderName) -> Listed | None:
     is_superseded = SUPERSEDED_NAME in present
     if name.is_partial:
         return Listed(path, name, None, "not committed", is_superseded=is_superseded)
-    try:
-        text = _retry_stale((path / MANIFEST_NAME).read_bytes)
-    except OSError as e:
-        if not path.is_dir():
-            return None
-        is_missing = e.errno == errno.ENOENT
+    problem, is_unsure = _problem(path)
+    if problem is not None and MANIFEST_NAME not in present:
         # Ours are given their final name after the manifest, so that one without it is another program's.
-        problem = f"{MANIFEST_NAME} is missing" if is_missing else f"{MANIFEST_NAME}: {e.strerror or e}"
-        return Listed(path, name, None, problem, is_unsure=True, is_superseded=is_superseded)
-    try:
-        manifest = Manifest.from_json(text)
-    except ManifestError as e:
-        return Listed(path, name, None, str(e), is_superseded=is_superseded)
-    problem, is_unsure = _compare(path, name, manifest)
-    if problem and not path.is_dir():
+        problem, is_unsure = f"{MANIFEST_NAME} is missing", True
+    if problem is not None and not path.is_dir():
         return None
-    return Listed(path, name, manifest, problem or None, is_unsure, is_superseded)
+    manifest = _manifest(path)
+    if problem is None and (manifest is None or not manifest.complete):
+        problem = "its manifest says that it is not complete"
+    return Listed(path, name, manifest, problem, is_unsure, is_superseded)
 
 
-def _compare(path: Path, name: FolderName, manifest: Manifest) -> tuple[str, bool]:
+def _problem(folder: Path) -> tuple[str | None, bool]:
     """What does not fit the manifest, and whether that may be untrue."""
-    if manifest.step != name.step:
-        return f"its manifest is of step {manifest.step}", False
-    if not manifest.complete:
-        return "its manifest says that it is not complete", False
-    for file in manifest.files:
-        try:
-            size_bytes = _size_bytes(path, file.name, file.size_bytes)
-        except OSError as e:
-            if e.errno in _GONE:
-                return f"{file.name} is missing", False
-            return f"{file.name}: {e.strerror or e}", True
-        if size_bytes != file.size_bytes:
-            return f"{file.name} has {size_bytes:,} bytes instead of {file.size_bytes:,}", False
-    return "", False
+    try:
+        read_manifest(folder)
+    except ManifestError:
+        _look_anew(folder)
+    else:
+        return None, False
+    try:
+        read_manifest(folder)
+    except ManifestError as e:
+        is_unsure = isinstance(e.__cause__, OSError) and e.__cause__.errno not in _GONE
+        return str(e), is_unsure
+    return None, False
 
 
-def _size_bytes(folder: Path, name: str, expected: int) -> int:
-    path = folder / name
+def _look_anew(folder: Path) -> None:
+    """Make a network file system forget what it has cached: it asks the server on listing and on opening."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    """Of a damaged checkpoint, too, when the manifest itself is not."""
     try:
-        size_bytes = path.stat().st_size
-    except FileNotFoundError:
-        size_bytes = -1
-    if size_bytes == expected:
-        return size_bytes
-    # A network file system may answer from its cache; listing the folder and opening the file make it ask again.
-    os.listdir(folder)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
+        return open_manifest((folder / MANIFEST_NAME).read_bytes())
+    except (OSError, ManifestError):
+        return None
 
 
 def _retry_stale(call: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +20,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
     Raises OSError; the old content is then still there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    # Not the process id: on a shared file system another node may have the same.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             left = memoryview(data)
             while left:

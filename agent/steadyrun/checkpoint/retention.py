@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from steadyrun.checkpoint import commit
 from steadyrun.checkpoint.catalog import BusyError, Listed, hold, look
 
 __all__ = ["LEAST_KEPT", "Keep", "Pruned", "apply", "prune", "to_remove"]
@@ -90,7 +91,7 @@ def _is_passed(c: Listed, newer: Sequence[Listed], keep: int, quarantined: Colle
     return count >= (max(keep, LEAST_KEPT) if c.is_complete else 1)
 
 
-def apply(removals: Sequence[Listed], remove: Callable[[Path], None]) -> Pruned:
+def apply(removals: Sequence[Listed], remove: Callable[[Path], None] = commit.remove) -> Pruned:
     """Remove each, in the given order. What is being read stays; nothing is raised for what cannot be removed.
 
     *remove* first renames the folder, so that a crash or a reader in the middle finds it whole or not at all.
@@ -127,13 +128,12 @@ def prune(
     pinned: Collection[Path] = (),
     quarantined: Collection[Path] = (),
     *,
-    remove: Callable[[Path], None],
-    sweep_trash: Callable[[Path], object],
+    remove: Callable[[Path], None] = commit.remove,
+    sweep_trash: Callable[[Path], object] = commit.sweep_trash,
 ) -> Pruned:
     """Look at *root* and remove what can go, also what an earlier removal has left in the trash.
 
-    *remove* and *sweep_trash* are those of ``commit``. Raises CatalogError when *root* cannot be listed; then nothing
-    was removed.
+    Raises CatalogError when *root* cannot be listed; then nothing was removed.
     """
     catalog = look(root)
     listed = (*catalog.checkpoints, *catalog.partials)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from steadyrun.checkpoint import catalog
 from steadyrun.checkpoint.catalog import BusyError, CatalogError, hold, list_checkpoints, look, set_aside
+from steadyrun.checkpoint.commit import seal_manifest
 from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileRecord, Manifest, Verified
 
@@ -31,11 +33,11 @@ def make(tmp_path: Path) -> Make:
         folder.mkdir()
         (folder / METADATA_NAME).write_bytes(b"m" * 10)
         (folder / "__0_0.distcp").write_bytes(BODY)
-        files = (FileRecord(METADATA_NAME, 10), FileRecord("__0_0.distcp", len(BODY)))
+        files = (FileRecord(METADATA_NAME, 10, xxh3_128_hexdigest(b"m" * 10)), FileRecord("__0_0.distcp", len(BODY)))
         step = int(name[5:14])
         manifest = Manifest(step, 0, "run", 1, 1.0 * step, "2.13.0", "0.1.0", files)
         if not name.endswith(".partial"):
-            (folder / MANIFEST_NAME).write_text(dataclasses.replace(manifest, **more).to_json())
+            (folder / MANIFEST_NAME).write_bytes(seal_manifest(dataclasses.replace(manifest, **more)))
         return folder
 
     return call
@@ -77,8 +79,9 @@ def test_partials_trash_and_strangers_are_kept_apart(make: Make, tmp_path: Path)
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda f: (f / "__0_0.distcp").write_bytes(BODY[:-1]), "__0_0.distcp has 99 bytes instead of 100"),
+        (lambda f: (f / "__0_0.distcp").write_bytes(BODY[:-1]), "__0_0.distcp has 99 bytes; 100 were committed"),
         (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda f: (f / METADATA_NAME).write_bytes(b"M" * 10), ".metadata is damaged"),
         (lambda f: (f / MANIFEST_NAME).write_text("{"), "manifest.json is damaged"),
         (lambda f: os.truncate(f / MANIFEST_NAME, 40), "manifest.json is damaged"),
     ],
@@ -98,7 +101,7 @@ def test_a_manifest_of_another_step_or_of_an_incomplete_one_is_a_problem(make: M
     make("step-000000004", step=5)
     make("step-000000003", complete=False)
     assert [c.problem for c in list_checkpoints(tmp_path)] == [
-        "its manifest is of step 5",
+        f"{tmp_path}/step-000000004/manifest.json is that of step 5, in the folder of step 4",
         "its manifest says that it is not complete",
     ]
 
@@ -152,7 +155,8 @@ def test_what_cannot_be_read_is_unsure_not_damaged(make: Make, tmp_path: Path, m
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     (listed,) = list_checkpoints(tmp_path)
-    assert (listed.is_unsure, listed.problem) == (True, "manifest.json: Input/output error")
+    assert listed.is_unsure
+    assert listed.problem == f"cannot read {tmp_path}/step-000000002/manifest.json: Input/output error"
 
 
 def test_a_root_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:
@@ -181,18 +185,24 @@ def test_a_pointer_that_leads_nowhere_is_ignored(make: Make, tmp_path: Path, tex
     assert names(list_checkpoints(tmp_path)) == ["step-000000002"]
 
 
-def test_a_size_from_an_old_cache_is_asked_for_again(
+def test_a_file_that_an_old_cache_does_not_show_is_asked_for_again(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make("step-000000002")
-    true_stat = Path.stat
+    data = make("step-000000002") / "__0_0.distcp"
+    true_stat, true_open = Path.stat, os.open
+    opened = set()
 
     def stat(path: Path, **more: Any) -> os.stat_result:
-        if path.name == "__0_0.distcp":
+        if path == data and path not in opened:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return true_stat(path, **more)
 
+    def open_(path: Path, flags: int, *more: Any, **named: Any) -> int:
+        opened.add(path)
+        return true_open(path, flags, *more, **named)
+
     monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "open", open_)
     assert list_checkpoints(tmp_path)[0].is_complete
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadyrun.checkpoint.catalog import Listed, hold, look, set_aside
+from steadyrun.checkpoint.commit import seal_manifest
 from steadyrun.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileRecord, FolderName, Manifest, Verified
 from steadyrun.checkpoint.retention import LEAST_KEPT, Keep, Pruned, apply, prune, to_remove
 
@@ -155,7 +156,7 @@ def make(tmp_path: Path) -> Make:
         (folder / "__0_0.distcp").write_bytes(b"data")
         files = (FileRecord(METADATA_NAME, 1), FileRecord("__0_0.distcp", 4))
         manifest = Manifest(step, 0, "run", 1, 1.0, "2.13", "0.1", files)
-        (folder / MANIFEST_NAME).write_text(dataclasses.replace(manifest, **more).to_json())  # type: ignore[arg-type]
+        (folder / MANIFEST_NAME).write_bytes(seal_manifest(dataclasses.replace(manifest, **more)))  # type: ignore[arg-type]
         return folder
 
     return call
@@ -215,7 +216,8 @@ def test_killed_at_any_operation_it_leaves_whole_checkpoints_only_and_the_next_r
             (folder / METADATA_NAME).write_bytes(b"m")
             (folder / "__0_0.distcp").write_bytes(b"data")
             files = (FileRecord(METADATA_NAME, 1), FileRecord("__0_0.distcp", 4))
-            (folder / MANIFEST_NAME).write_text(Manifest(step, 0, "run", 1, 1.0, "2.13", "0.1", files).to_json())
+            manifest = Manifest(step, 0, "run", 1, 1.0, "2.13", "0.1", files)
+            (folder / MANIFEST_NAME).write_bytes(seal_manifest(manifest))
         was_killed = False
         try:
             run(root, remover=Remover(kill_at))
@@ -269,3 +271,13 @@ def test_a_new_line_after_a_rollback_is_not_pushed_out_by_the_old_one(make: Make
     assert run(tmp_path) == Pruned()
     make(5)
     assert [p.name for p in run(tmp_path).removed] == ["step-000000002"]
+
+
+def test_with_the_real_remover(make: Make, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(step)
+    left = tmp_path / ".trash-step-000000000-01234567"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"data")
+    assert [p.name for p in prune(tmp_path, Keep(2)).removed] == ["step-000000001"]
+    assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000003"]
