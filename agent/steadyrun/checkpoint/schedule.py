@@ -131,8 +131,8 @@ class Figures:
 def tiers_at(options: CheckpointOptions, step: int) -> frozenset[TierName]:
     """The tiers that are due after *step* by its number alone; the same on every rank, without a word between them.
 
-    A period of N means the multiples of N, 0 only for a period of 1. A remote tier is filled from the shared folder, so
-    the folder is due with it.
+    A period of N means after every N steps: after steps N - 1, 2 N - 1, and so on, since the first step is 0. A remote
+    tier is filled from the shared folder, so the folder is due with it.
     """
     every = options.every.steps
     main = _hits(every, step) or _hits(options.keep_every, step)
@@ -173,7 +173,7 @@ def snapshot_intervals_s(costs: Costs, memory_share: float, least_durable_s: flo
 
 
 def _hits(period: int | None, step: int) -> bool:
-    return period is not None and step % period == 0 and (step > 0 or period == 1)
+    return period is not None and (step + 1) % period == 0
 
 
 def _memory_tiers(options: CheckpointOptions) -> set[TierName]:
@@ -333,7 +333,7 @@ class Schedule:
         By time: as many steps further as take one durable interval; 16 until a step was timed.
         """
         periods = [p for p in (self._every.steps, self._options.keep_every) if p is not None]
-        ahead = [step + p - step % p for p in periods]
+        ahead = [step + p - (step + 1) % p for p in periods]
         if self._every.steps is None:
             step_s = self.step_s
             ahead.append(step + (16 if step_s is None else max(1, round(self._durable_s / max(step_s, 1e-6)))))

@@ -81,10 +81,10 @@ class Training:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
-def test_a_period_in_steps_means_its_multiples() -> None:
+def test_a_period_in_steps_means_after_so_many_steps() -> None:
     options = replace(OPTIONS, every=Every(steps=100))
-    assert [s for s in range(401) if tiers_at(options, s)] == [100, 200, 300, 400]
-    assert tiers_at(options, 100) == {MEMORY, SHARED}
+    assert [s for s in range(401) if tiers_at(options, s)] == [99, 199, 299, 399]
+    assert tiers_at(options, 99) == {MEMORY, SHARED}
     assert tiers_at(replace(OPTIONS, every=Every(steps=1)), 0) == {MEMORY, SHARED}
 
 
@@ -92,37 +92,37 @@ def test_each_tier_has_its_own_period() -> None:
     options = CheckpointOptions(
         "/r", "/l", "s3://b", Every(steps=100), every_memory=10, every_local=50, every_remote=400, peer=True
     )
-    assert tiers_at(options, 5) == frozenset()
-    assert tiers_at(options, 10) == {MEMORY, PEER}
-    assert tiers_at(options, 50) == {MEMORY, PEER, LOCAL}
-    assert tiers_at(options, 100) == {MEMORY, PEER, LOCAL, SHARED}
-    assert tiers_at(options, 400) == {MEMORY, PEER, LOCAL, SHARED, REMOTE}
+    assert tiers_at(options, 4) == frozenset()
+    assert tiers_at(options, 9) == {MEMORY, PEER}
+    assert tiers_at(options, 49) == {MEMORY, PEER, LOCAL}
+    assert tiers_at(options, 99) == {MEMORY, PEER, LOCAL, SHARED}
+    assert tiers_at(options, 399) == {MEMORY, PEER, LOCAL, SHARED, REMOTE}
 
 
 def test_tiers_without_a_period_go_with_the_folder_and_without_a_place_nowhere() -> None:
     options = CheckpointOptions("/r", "/l", "s3://b", Every(steps=100))
-    assert tiers_at(options, 100) == {MEMORY, LOCAL, SHARED, REMOTE}
-    assert tiers_at(replace(options, local=None, remote=None, every_remote=None), 100) == {MEMORY, SHARED}
-    assert tiers_at(replace(options, slots=0), 100) == {LOCAL, SHARED, REMOTE}
+    assert tiers_at(options, 99) == {MEMORY, LOCAL, SHARED, REMOTE}
+    assert tiers_at(replace(options, local=None, remote=None, every_remote=None), 99) == {MEMORY, SHARED}
+    assert tiers_at(replace(options, slots=0), 99) == {LOCAL, SHARED, REMOTE}
 
 
 def test_remote_alone_brings_the_folder_that_it_is_filled_from() -> None:
     options = CheckpointOptions("/r", None, "s3://b", AUTO, every_remote=7)
-    assert tiers_at(options, 7) == {MEMORY, SHARED, REMOTE}
+    assert tiers_at(options, 6) == {MEMORY, SHARED, REMOTE}
 
 
 def test_milestones_are_saved_whatever_decides_otherwise() -> None:
-    assert tiers_at(replace(OPTIONS, keep_every=1000), 2000) == {MEMORY, SHARED}
+    assert tiers_at(replace(OPTIONS, keep_every=1000), 1999) == {MEMORY, SHARED}
     schedule = Schedule(AUTO, replace(OPTIONS, keep_every=1000), 0.0)
-    assert SHARED in schedule.due(1000, 0.5)
-    assert schedule.due(1001, 0.5) == frozenset()
+    assert SHARED in schedule.due(999, 0.5)
+    assert schedule.due(1000, 0.5) == frozenset()
 
 
 def test_a_period_in_steps_needs_no_order() -> None:
     training = Training(Schedule(Every(steps=10), replace(OPTIONS, every=Every(steps=10)), 0.0)).run(500)
     assert training.saves == []
-    assert training.schedule.next_step(10) == 20
-    assert training.schedule.next_step(13) == 20
+    assert training.schedule.next_step(9) == 19
+    assert training.schedule.next_step(13) == 19
 
 
 # -- seconds and auto --------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_period_for_memory_in_steps_leaves_it_to_the_steps() -> None:
     assert schedule.figures().memory_interval_s is None
     training = Training(schedule).run(2000)
     assert training.times_s(MEMORY) == training.times_s(SHARED)
-    assert tiers_at(replace(OPTIONS, every_memory=5), 10) == {MEMORY}
+    assert tiers_at(replace(OPTIONS, every_memory=5), 9) == {MEMORY}
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_next_step_for_ranks_that_agree_only_while_they_save() -> None:
     schedule.stepped(0, 0.0)
     schedule.stepped(10, 10.0)
     assert schedule.next_step(10) == 70
-    assert schedule.next_step(70) == 100
+    assert schedule.next_step(70) == 99
 
 
 # -- words and records -------------------------------------------------------------------------------------------------
