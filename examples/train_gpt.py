@@ -1,42 +1,38 @@
 """Train a small byte-level GPT on the Python standard library's own sources.
 
-An ordinary script for torchrun. It imports nothing of steadyrun, and runs the same under either launcher or alone:
+Runs the same under either launcher or alone:
 
     torchrun  --standalone --nproc-per-node 2 examples/train_gpt.py --out /tmp/gpt
     steadyrun --standalone --nproc-per-node 2 examples/train_gpt.py --out /tmp/gpt
     python examples/train_gpt.py --out /tmp/gpt --steps 50
 
 gloo on the CPU, NCCL on GPUs; DDP, or FSDP2 with ``--parallel fsdp``. Started again with the same ``--out`` it goes on
-from the newest checkpoint. Model, optimizer, data position and every random generator are restored, so that on the CPU
-the losses are bitwise those of a run that was never disturbed. SIGTERM saves and leaves.
+from the newest checkpoint. ``watch.checkpointer`` keeps model, optimizer, data position and every random generator, so
+that on the CPU the losses are bitwise those of a run that was never disturbed; under steadyrun a save is a copy into
+memory and a restart loads from there, elsewhere the ranks write the same files themselves. SIGTERM saves and leaves.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import random
-import shutil
 import signal
 import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from steadyrun import watch
 
 try:
     import numpy as np
@@ -150,33 +146,18 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     return loss
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-class TrainingState(Stateful):
-    """All that a run needs to go on as if it had never stopped.
+# -- what a resume needs beside model and optimizer --------------------------------------------------------------------
+class Progress:
+    """How many samples all ranks together have taken: the data position, right for any number of ranks."""
 
-    The generators' states have a key of their own per rank: what has the same key on all ranks is stored once.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, with_generators: bool = True) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.with_generators = with_generators
-        self.steps_done = 0
+    def __init__(self) -> None:
         self.samples_seen = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-        state["progress"] = torch.tensor([self.steps_done, self.samples_seen])
-        if self.with_generators:
-            state[f"generators_{dist.get_rank()}"] = generator_states()
-        return state
+    def state_dict(self) -> dict[str, int]:
+        return {"samples_seen": self.samples_seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.steps_done, self.samples_seen = map(int, state["progress"])
-        if self.with_generators:
-            set_generator_states(state[f"generators_{dist.get_rank()}"])
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples_seen = int(state["samples_seen"])
 
 
 def seed_generators(seed: int) -> None:
@@ -186,107 +167,12 @@ def seed_generators(seed: int) -> None:
         np.random.seed(seed)
 
 
-def generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if np is not None:
-        states["numpy"] = np.random.get_state()
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_generator_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if np is not None:
-        np.random.set_state(states["numpy"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-class Checkpoints:
-    """Committed checkpoints in a folder: ``step-00000100/`` and so on, and ``latest``, a file that names the newest.
-
-    A checkpoint is written into a folder with a temporary name, brought to the disk, and only then renamed: whatever
-    has its final name is whole. All ranks call ``save`` and ``load_newest``.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.is_writer = dist.get_rank() == 0
-        if self.is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def save(self, state: TrainingState) -> Path:
-        final = self.folder / f"step-{state.steps_done:08d}"
-        temporary = self.folder / f".{final.name}.tmp"
-        if self.is_writer and temporary.exists():  # left by a run that died while it was saving
-            shutil.rmtree(temporary)
-        dist.barrier()
-        dcp.save({"run": state}, checkpoint_id=temporary)  # type: ignore[attr-defined]
-        if self.is_writer:  # all ranks' files are written and synced
-            sync_folder(temporary)
-            if final.exists():  # committed by a run that died before it could say so in `latest`
-                shutil.rmtree(final)
-            temporary.rename(final)
-            sync_folder(self.folder)
-            self._point_to(final)
-            for old in self._committed()[: -self.keep]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return final
-
-    def load_newest(self, state: TrainingState, device: torch.device) -> Path | None:
-        """Load the newest checkpoint that rank 0 sees, on all ranks the same; None: there is none yet."""
-        number = torch.tensor([self._newest() if self.is_writer else -1], device=device)
-        dist.broadcast(number, src=0)
-        if int(number) < 0:
-            return None
-        path = self.folder / f"step-{int(number):08d}"
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        mine = f"run.generators_{dist.get_rank()}."
-        state.with_generators = any(key.startswith(mine) for key in saved)  # not if there were fewer ranks then
-        dcp.load({"run": state}, checkpoint_id=path)  # type: ignore[attr-defined]
-        state.with_generators = True
-        return path
-
-    def _newest(self) -> int:
-        with contextlib.suppress(OSError):
-            named = self.folder / (self.folder / "latest").read_text().strip()
-            if named.is_dir() and named.name.startswith("step-"):
-                return int(named.name.removeprefix("step-"))
-        committed = self._committed()
-        return int(committed[-1].name.removeprefix("step-")) if committed else -1
-
-    def _committed(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
-
-    def _point_to(self, final: Path) -> None:
-        temporary = self.folder / ".latest.tmp"
-        with temporary.open("w") as f:
-            f.write(final.name + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(self.folder / "latest")
-        sync_folder(self.folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk; a rename alone may be lost with the power."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT on Python's own sources.")
     parser.add_argument("--out", type=Path, default=Path("gpt-run"), help="folder for checkpoints and the loss log")
     parser.add_argument("--steps", type=int, default=200, help="steps in all, earlier runs' included (default 200)")
-    parser.add_argument("--every", type=int, default=20, help="save a checkpoint each N steps (default 20)")
+    parser.add_argument("--every", default="20", help="save each N steps, or 90s, 15m, or auto (default 20)")
     parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep (default 2)")
     parser.add_argument("--log-every", type=int, default=10, help="print each N steps (default 10)")
     parser.add_argument("--eval-every", type=int, default=0, help="evaluate each N steps (default: never)")
@@ -303,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="text to use (default 8,000,000)")
     arguments = parser.parse_args()
-    for name in ("steps", "every", "keep", "log_every", "batch", "length"):
+    for name in ("steps", "log_every", "batch", "length"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     return arguments
@@ -378,13 +264,20 @@ def main() -> None:
     train_bytes = len(text) * 19 // 20
     windows, held_out = Windows(text[:train_bytes], arguments.length), Windows(text[train_bytes:], arguments.length)
 
-    state = TrainingState(training, optimizer)
-    checkpoints = Checkpoints(arguments.out / "checkpoints", arguments.keep)
-    loaded = checkpoints.load_newest(state, device)
+    progress = Progress()
+    checkpointer = watch.checkpointer(
+        arguments.out / "checkpoints",
+        model=training,
+        optimizer=optimizer,
+        progress=progress,
+        every=arguments.every,
+        keep=arguments.keep,
+    )
+    start = checkpointer.resume()
     say(f"{parameters / 1e6:.2f} M parameters, {world_size} ranks, {arguments.parallel} on {device.type}")
-    say(f"going on after {state.steps_done} steps, from {loaded}" if loaded else "starting at the first step")
+    say(checkpointer.resumed_from)
 
-    sampler = EndlessShuffle(len(windows), rank, world_size, arguments.seed, state.samples_seen)
+    sampler = EndlessShuffle(len(windows), rank, world_size, arguments.seed, progress.samples_seen)
     loader = DataLoader(
         windows,
         batch_size=arguments.batch,
@@ -397,8 +290,7 @@ def main() -> None:
     loss_log = (arguments.loss_log or arguments.out / "loss.jsonl").open("a") if rank == 0 else None
     began = time.perf_counter()
     steps_timed = 0
-    while state.steps_done < arguments.steps:
-        step = state.steps_done
+    for step in range(start, arguments.steps):
         for group in optimizer.param_groups:
             group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
         loss = loss_of(training, next(batches).to(device, non_blocking=True))
@@ -406,8 +298,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(training.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        state.steps_done += 1
-        state.samples_seen += arguments.batch * world_size
+        progress.samples_seen += arguments.batch * world_size
 
         # One small collective for both: the mean loss, and whether any rank was asked to stop (then all leave).
         shared = torch.stack([loss.detach(), torch.tensor(float(stop_asked), device=device)])
@@ -419,17 +310,20 @@ def main() -> None:
         if loss_log:
             loss_log.write(json.dumps({"step": step, "loss": mean_loss, "at_unix_s": round(time.time(), 6)}) + "\n")
             loss_log.flush()
-        if step % arguments.log_every == 0 or state.steps_done == arguments.steps:
+        if step % arguments.log_every == 0 or step + 1 == arguments.steps:
             step_ms = (time.perf_counter() - began) / steps_timed * 1e3
             say(f"step {step:5d}   loss {mean_loss:.4f}   {step_ms:.0f} ms/step")
             began, steps_timed = time.perf_counter(), 0
-        if arguments.eval_every and state.steps_done % arguments.eval_every == 0:
+        if arguments.eval_every and (step + 1) % arguments.eval_every == 0:
             say(f"step {step:5d}   held-out loss {evaluate(training, held_out, 4 * arguments.batch, device):.4f}")
-        if leave or state.steps_done % arguments.every == 0 or state.steps_done == arguments.steps:
-            checkpoints.save(state)
-        if leave:
-            say(f"asked to stop: saved after {state.steps_done} steps")
+        saved = checkpointer.step(step)
+        if leave or step + 1 == arguments.steps:
+            if saved is None:
+                checkpointer.save(step)
+            if leave:
+                say(f"asked to stop: saving after step {step}")
             break
+    checkpointer.close()
     if loss_log:
         loss_log.close()
     dist.destroy_process_group()

@@ -52,7 +52,10 @@ AGENT_OPS: Final[Mapping[str, str]] = {
     "attempt": "ranks of an attempt are being started [attempt, world_size, group_rank, group_world_size, "
     "ranks: global ranks by local rank, host, port: the attempt's worker store, node, rollback: {to, skip_batches, id} "
     "from --ft-rollback or null: as a request of rollback.py, once per id]",
-    "failed": "the attempt failed [attempt, step: newest or null, signature: equal for the same fault]",
+    "failed": "the attempt failed [attempt, step: newest or null, signature: equal for the same fault, empty where the "
+    "state cannot be to blame, falls_back: quarantine what the attempt had loaded]",
+    "restored": "saver -> agent: all ranks of an attempt have loaded [attempt, step, older: how many older complete "
+    "checkpoints there are]",
     "flush": "make the newest complete snapshot durable now [limit_s]; answered with 'flushed'",
     "leave": "finish what is being written and end [limit_s]",
     "keep": "saver -> agent: hold this descriptor for the next saver [name], with one descriptor",

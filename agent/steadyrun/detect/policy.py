@@ -158,6 +158,7 @@ class Ruling:
         delay_s: wait before the next start.
         exit_class: of the launcher, when the action is STOP.
         restarts_left: after this one, or None where progress pays.
+        falls_back: the restart is to leave the checkpoint alone that the attempt had loaded, and take an older one.
     """
 
     action: Action
@@ -165,6 +166,7 @@ class Ruling:
     delay_s: float = 0.0
     exit_class: ExitClass = ExitClass.OK
     restarts_left: int | None = None
+    falls_back: bool = False
 
 
 @dataclass(slots=True)
@@ -181,6 +183,7 @@ class Policy:
         mode: Mode,
         trigger: str = "exit",
         scripts_ended: bool = False,
+        has_older: bool = False,
     ) -> Ruling:
         """The ruling on an incident whose attempt is the last of *history*.
 
@@ -190,6 +193,8 @@ class Policy:
             scripts_ended: the script of every rank has ended without an exception; only processes are left. The first
                 time the job restarts all the same, because what hangs may be the upload of the last checkpoint; when a
                 second attempt, which found everything done, ends in the same way, the job counts as done.
+            has_older: the attempt failed soon after it had loaded a checkpoint, and an older one is there. Then the
+                same traceback at the same step is tried once more, from that: the state may be what is wrong.
         """
         cls = findings[0].cls if findings else FaultClass.INSUFFICIENT_DATA
         row = TABLE[cls]
@@ -198,14 +203,14 @@ class Policy:
             reason = "every script ended well twice and its process did not: the job is done"
             ruling = Ruling(Action.STOP, reason, exit_class=ExitClass.OK)
         else:
-            ruling = self._rule(cls, row, history)
+            ruling = self._rule(cls, row, history, has_older)
         left_alone = mode is Mode.OBSERVE and trigger not in ("exit", "node_lost", "preempted")
         if left_alone and ruling.action is not Action.REPORT:
             would = "restart the job" if ruling.action is Action.RESTART else f"stop the job ({ruling.reason})"
             return Ruling(Action.REPORT, f"observe mode: act would {would}")
         return ruling
 
-    def _rule(self, cls: FaultClass, row: Row, history: History) -> Ruling:
+    def _rule(self, cls: FaultClass, row: Row, history: History, has_older: bool) -> Ruling:
         exit_class = EXIT_OF_CLASS[cls]
         if row.action is Action.REPORT:
             return Ruling(Action.REPORT, f"{cls.value}: reported only")
@@ -214,7 +219,7 @@ class Policy:
             return Ruling(Action.STOP, what, exit_class=exit_class)
         if self.limits.max_restarts is not None:
             return self._by_number(self.limits.max_restarts, row, history, exit_class)
-        return self._by_progress(cls, row, history, exit_class)
+        return self._by_progress(cls, row, history, exit_class, has_older)
 
     def _by_number(self, allowed: int, row: Row, history: History, exit_class: ExitClass) -> Ruling:
         left = allowed - history.restarts
@@ -226,10 +231,16 @@ class Policy:
         reason = f"restart {history.restarts + 1} of {allowed}"
         return Ruling(Action.RESTART, reason, self._back_off_s(history), restarts_left=left - 1)
 
-    def _by_progress(self, cls: FaultClass, row: Row, history: History, exit_class: ExitClass) -> Ruling:
+    def _by_progress(
+        self, cls: FaultClass, row: Row, history: History, exit_class: ExitClass, has_older: bool
+    ) -> Ruling:
         twice = _same_fault_twice(history) if row.same_fault_stops else None
         if twice is not None:
             step = "before the first step" if twice[1] is None else f"after step {twice[1]}"
+            times = sum(any(traceback == twice[0] for traceback, _ in a.tracebacks) for a in history.attempts)
+            if has_older and times == 2:
+                text = f"{cls.value}: same traceback {step} twice: once more, from an older checkpoint"
+                return Ruling(Action.RESTART, text, self._back_off_s(history), falls_back=True)
             return Ruling(Action.STOP, f"{cls.value}: same traceback {step} twice", exit_class=exit_class)
         used = history.restarts_since_progress
         allowed = self.limits.without_progress

@@ -59,12 +59,13 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The result: what to write, what to do, what to tell."""
+    """The result: what to write, what to do, what to tell; *falls_back* as in ``Ruling``."""
 
     verdict: Verdict
     decision: Decision
     history: History
     text: str
+    falls_back: bool = False
 
 
 @dataclass(slots=True)
@@ -185,7 +186,7 @@ class IncidentDesk:
         return r is not None and (len(r.payloads) >= r.expected or now_s >= r.due_s)
 
     # -- judging -----------------------------------------------------------------------------------------------------
-    def judge_all(self, world_size: int, history: History) -> tuple[Incident, Judged]:
+    def judge_all(self, world_size: int, history: History, has_older: bool = False) -> tuple[Incident, Judged]:
         """Judge and decide over the evidence of all nodes, write the incident; by the leader, once."""
         reports = self._reports
         assert reports is not None
@@ -206,7 +207,8 @@ class IncidentDesk:
         if trigger == "exit" and any(r not in reports.payloads for r in range(reports.expected)) and not _deaths(ranks):
             trigger = "node_lost"
         incident = replace(reports.incident, trigger=trigger)
-        return incident, self._judge(incident, ranks, offsets, progress, missing, world_size, history, None)
+        judged = self._judge(incident, ranks, offsets, progress, missing, world_size, history, None, has_older)
+        return incident, judged
 
     def judge_own(self, incident: Incident, world_size: int, history: History) -> Judged:
         """Judge this node's evidence alone, for a report; nothing follows from it."""
@@ -223,6 +225,7 @@ class IncidentDesk:
         world_size: int,
         history: History,
         action: Action | None,
+        has_older: bool = False,
     ) -> Judged:
         evidence = Evidence(
             run_id=self._run_id,
@@ -246,7 +249,7 @@ class IncidentDesk:
         )
         after = history.with_outcome(outcome)
         ruling = self._policy.decide(
-            judgement.findings, after, self._mode, incident.trigger, _scripts_ended(ranks, world_size)
+            judgement.findings, after, self._mode, incident.trigger, _scripts_ended(ranks, world_size), has_older
         )
         if action is Action.REPORT:
             after = history
@@ -280,7 +283,7 @@ class IncidentDesk:
         problem = self._write(incident, verdict, evidence)
         if problem:
             text += f"\nsteadyrun:   this incident cannot be looked up later: {incident.folder}: {problem}"
-        return Judged(verdict, decision, after, text)
+        return Judged(verdict, decision, after, text, ruling.falls_back and chosen is Action.RESTART)
 
     def _write(self, incident: Incident, verdict: Verdict, evidence: Evidence) -> str:
         """verdict.json last: who finds it finds a complete incident. A full disk must not end the job.

@@ -642,13 +642,14 @@ class NodeAgent:
         if not self._desk.ready_to_judge(now_s) or self._channel is None or not self._channel.is_leader:
             return
         world_size = self._membership.world_size if self._membership is not None else 0
-        incident, judged = self._desk.judge_all(world_size, self._history)
+        has_older = self._saver is not None and self._saver.has_older(self._attempt)
+        incident, judged = self._desk.judge_all(world_size, self._history, has_older)
         self._history = judged.history
         self._tell_verdict(incident, judged)
         if self._saver is not None and self._history.attempts:
             ended = self._history.attempts[-1]
             signature = ended.tracebacks[0][0] if ended.tracebacks else ""
-            self._saver.tell_failed(incident.attempt, ended.highest_step, signature)
+            self._saver.tell_failed(incident.attempt, ended.highest_step, signature, judged.falls_back)
         self._channel.tell_decision(incident.attempt, self._pack_decision(judged.decision))
 
     def _tell_verdict(self, incident: Incident, judged: Judged) -> None:

@@ -69,6 +69,7 @@ class SaverKeeper:
         self._attempt: dict[str, Any] | None = None
         self._crashes: list[float] = []
         self._is_leaving = False
+        self._restored: tuple[int, int] | None = None  # attempt, number of older checkpoints
         self.flushed: dict[str, Any] | None = None
         self.socket_path: str | None = None
         self._open()
@@ -153,8 +154,17 @@ class SaverKeeper:
         self._attempt = dict(fields)
         self._send("attempt", **self._attempt)
 
-    def tell_failed(self, attempt: int, step: int | None, signature: str) -> None:
-        self._send("failed", attempt=attempt, step=step, signature=signature)
+    def tell_failed(self, attempt: int, step: int | None, signature: str, falls_back: bool = False) -> None:
+        """An attempt failed; *signature* is empty where the state cannot be to blame (a killed process, a hang).
+
+        Args:
+            falls_back: what the attempt had loaded is not to be loaded again.
+        """
+        self._send("failed", attempt=attempt, step=step, signature=signature, falls_back=falls_back)
+
+    def has_older(self, attempt: int) -> bool:
+        """*attempt* had loaded a checkpoint, and there is an older one."""
+        return self._restored is not None and self._restored[0] == attempt and self._restored[1] > 0
 
     def flush(self, limit_s: float) -> None:
         """Make the newest complete snapshot durable, without the ranks; the answer comes into ``flushed``."""
@@ -252,6 +262,8 @@ class SaverKeeper:
                 fields = message.get("fields")
                 if isinstance(fields, Mapping):
                     self._record(str(message.get("type", "saver")), **{str(k): v for k, v in fields.items()})
+            case "restored":
+                self._restored = (int(message.get("attempt", -1)), int(message.get("older", 0)))
             case "flushed":
                 self.flushed = {"step": message.get("step"), "why": message.get("why", "")}
             case "restart":

@@ -236,3 +236,30 @@ def test_outcome_keeps_tracebacks_of_the_blamed_only(
         checkpoints_done=2,
     )
     assert outcome == AttemptOutcome(0, 12, True, 2, (("culprit", 12),), F.PROGRAM_ERROR)
+
+
+# -- an older checkpoint -----------------------------------------------------------------------------------------------
+def decide_with_older(attempts: History, max_restarts: int | None = None) -> Ruling:
+    policy = Policy(PolicyLimits(max_restarts=max_restarts), random.Random(1))
+    return policy.decide([finding(F.PROGRAM_ERROR)], attempts, Mode.ACT, has_older=True)
+
+
+def test_the_same_fault_twice_is_tried_once_more_from_an_older_checkpoint() -> None:
+    ruling = decide_with_older(history(7, 7, cls=F.PROGRAM_ERROR, same=True))
+    assert (ruling.action, ruling.falls_back) == (Action.RESTART, True)
+    assert "older checkpoint" in ruling.reason
+
+
+def test_the_same_fault_from_an_older_checkpoint_too_is_the_program() -> None:
+    ruling = decide_with_older(history(7, 7, 7, cls=F.PROGRAM_ERROR, same=True))
+    assert (ruling.action, ruling.falls_back) == (Action.STOP, False)
+
+
+def test_a_first_fault_takes_no_older_checkpoint() -> None:
+    ruling = decide_with_older(history(7, cls=F.PROGRAM_ERROR, same=True))
+    assert (ruling.action, ruling.falls_back) == (Action.RESTART, False)
+
+
+def test_a_number_of_restarts_is_obeyed_whatever_checkpoints_there_are() -> None:
+    ruling = decide_with_older(history(7, 7, cls=F.PROGRAM_ERROR, same=True), max_restarts=1)
+    assert (ruling.action, ruling.falls_back) == (Action.STOP, False)
