@@ -1,18 +1,23 @@
-"""safetensors files: their header, and whether it fits the file. The format stores no checksum."""
+"""safetensors files: their header, read and made, and whether it fits the file. The format stores no checksum.
+
+A file is 8 bytes with the header's length, the header (JSON: of each tensor its dtype, shape and range of bytes), and
+the tensors' bytes one after the other.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.checkpoint.contents import DTYPE_BITS, Place, Shard, Tensor
 from steadyrun.core.errors import SteadyrunError
 
-__all__ = ["DamagedHeaderError", "read_header"]
+__all__ = ["CANNOT_HOLD", "DamagedHeaderError", "Described", "Header", "make_header", "read_header"]
 
 MOST_HEADER_BYTES: Final = 100_000_000  # the limit that the format itself sets
 _DTYPES: Final[Mapping[str, str]] = {
@@ -34,6 +39,9 @@ _DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64",
     "C64": "complex64",
 }
+_NAMES: Final[Mapping[str, str]] = {torch_name: name for name, torch_name in _DTYPES.items()}
+_HEADER_ALIGN_BYTES: Final = 8
+CANNOT_HOLD: Final = f"safetensors has only the dtypes {', '.join(sorted(_NAMES))}"
 
 
 class DamagedHeaderError(SteadyrunError):
@@ -97,3 +105,58 @@ def _tensor(key: str, entry: Mapping[str, Any], place: Place) -> Tensor:
     if bits is not None and math.prod(shape) * bits // 8 != place.length_bytes:
         raise DamagedHeaderError(f"{key!r} has {place.length_bytes:,} bytes, which is not {dtype} of shape {shape}")
     return Tensor(key, dtype, tuple(shape), (Shard((0,) * len(shape), tuple(shape), place),))
+
+
+# -- making one ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor that a file shall hold; *dtype* as torch names it, without ``torch.``."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Raises KeyError for a dtype that is not known here."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """How a file begins, and where in it each tensor's bytes belong.
+
+    Attributes:
+        data: the file's first bytes.
+        places: by name, in the order in which they lie in the file: offset in the file, number of bytes.
+        file_bytes: size of the whole file.
+    """
+
+    data: bytes
+    places: Mapping[str, tuple[int, int]]
+    file_bytes: int
+
+
+def make_header(tensors: Sequence[Described], metadata: Mapping[str, str]) -> Header:
+    """The header for *tensors*: wide dtypes first, then by name, so that every tensor is aligned to its elements.
+
+    Raises:
+        ValueError: the format has no name for a dtype.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"cannot put {tensor.key!r} of dtype {tensor.dtype} into safetensors: {CANNOT_HOLD}")
+    ordered = sorted(tensors, key=lambda t: (-DTYPE_BITS[t.dtype], t.key))
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places: dict[str, tuple[int, int]] = {}
+    at = 0
+    for tensor in ordered:
+        end = at + tensor.size_bytes
+        table[tensor.key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        places[tensor.key] = (at, end - at)
+        at = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
+    begin = 8 + len(text)
+    moved = {key: (begin + start, size) for key, (start, size) in places.items()}
+    return Header(len(text).to_bytes(8, "little") + text, moved, begin + at)

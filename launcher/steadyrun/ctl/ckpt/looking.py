@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from steadyrun.checkpoint.contents import (
 from steadyrun.checkpoint.kinds import Found, Listing, find_checkpoints, read_contents, step_of
 from steadyrun.checkpoint.verify import CANNOT_SEE, Report, verify
 from steadyrun.core.errors import ConfigError
+from steadyrun.ctl.ckpt.progress import progress_bar
 from steadyrun.ctl.console import Column, Console, ago, clock_time, duration, plain, size
 
 __all__ = ["register"]
@@ -41,7 +41,6 @@ WRITERS: Final = {
     Kind.FILES: "folder of files",
 }
 PROBLEMS_SHOWN: Final = 12
-_REDRAW_S: Final = 0.1
 
 EPILOG: Final = """\
 exit codes:
@@ -267,15 +266,12 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
             continue
         pointers += [] if listing.pointer_problem is None else [listing.pointer_problem]
         for found in listing.checkpoints:
-            bar = _Bar(console, plain(found.path)) if console.is_terminal and not args.json else None
             try:
-                reports.append(verify(_contents(found), args.threads, None if bar is None else bar.update))
+                with progress_bar(console, found.path.name, args.json) as update:
+                    reports.append(verify(_contents(found), args.threads, update))
             except ConfigError as e:
                 unusable.append(str(e))
                 continue
-            finally:
-                if bar is not None:
-                    bar.clear()
             if not args.json:
                 _print_report(reports[-1], console)
     is_damaged = bool(pointers) or any(r.is_damaged for r in reports)
@@ -372,30 +368,3 @@ def _report_json(report: Report) -> dict[str, Any]:
         "checksum_count": report.records,
         "elapsed_s": report.elapsed_s,
     }
-
-
-class _Bar:
-    """A line of progress that is drawn over itself, at most 10 times a second."""
-
-    def __init__(self, console: Console, name: str) -> None:
-        self.console = console
-        self.name = os.path.basename(name)
-        self.started_s = time.monotonic()
-        self.next_s = 0.0
-
-    def update(self, done_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        if now_s < self.next_s:
-            return
-        self.next_s = now_s + _REDRAW_S
-        ratio = done_bytes / total_bytes if total_bytes else 1.0
-        rate = done_bytes / max(now_s - self.started_s, 1e-3)
-        left = f", {duration((total_bytes - done_bytes) / rate)} left" if rate and ratio < 1 else ""
-        filled = round(24 * ratio)
-        text = f"{self.name} [{'#' * filled}{'.' * (24 - filled)}] {100 * ratio:3.0f} % {size(rate)}/s{left}"
-        self.console.out.write(f"\r\x1b[K{self.console.cut(text)}")
-        self.console.out.flush()
-
-    def clear(self) -> None:
-        self.console.out.write("\r\x1b[K")
-        self.console.out.flush()
