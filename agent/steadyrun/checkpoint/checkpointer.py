@@ -109,7 +109,7 @@ class SaveHandle:
         return self._record.why
 
     def wait(self, limit_s: float = CLOSE_LIMIT_S, until: SaveState = SaveState.DURABLE) -> SaveState:
-        """Wait until it is durable, skipped or failed (or, with ``IN_MEMORY``, in memory), *limit_s* seconds at most."""
+        """Wait until it is durable, skipped or failed (with ``IN_MEMORY``: in memory), *limit_s* seconds at most."""
         self._wait(self._record, limit_s, until is SaveState.IN_MEMORY)
         return self._record.state
 
@@ -164,7 +164,8 @@ class Checkpointer:
             every: "auto", a number of steps, or a time such as "15m".
             local: a folder on the node's own disk, for copies each *every_local* steps.
             remote: an fsspec URL, for copies each *every_remote* steps.
-            keep: newest complete checkpoints to keep, at least 2; *keep_every*: steps whose multiples are kept for ever.
+            keep: newest complete checkpoints to keep, at least 2.
+            keep_every: steps whose multiples are kept for ever.
             memory: False: no snapshots in memory, ranks write themselves; a number: snapshots per rank (1 or 2).
             peer: keep a copy of each snapshot in another node's memory; a number: how many nodes further.
             process_group: for agreements where there is no saver; the default group otherwise.

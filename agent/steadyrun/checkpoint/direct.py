@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from steadyrun.checkpoint import commit, rollback
-from steadyrun.checkpoint.catalog import CatalogError, list_checkpoints
+from steadyrun.checkpoint.catalog import list_checkpoints
 from steadyrun.checkpoint.choose import FolderOffer, Offer, Rejected, choose
 from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.interval import prior_mtbf_s, young_interval_s
@@ -25,7 +26,7 @@ from steadyrun.checkpoint.manifest import Manifest
 from steadyrun.checkpoint.planning import Part, Plan, plan
 from steadyrun.checkpoint.retention import Keep, prune
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
-from steadyrun.checkpoint.shardfile import WriteOptions, Written, write_rank_files
+from steadyrun.checkpoint.shardfile import RateLimit, WriteOptions, Written, write_rank_files
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = ["DirectWriter", "Done", "Gather", "gather_alone", "gather_over"]
@@ -96,6 +97,10 @@ class DirectWriter:
         self._plan: Plan | None = None
         self._digest = ""
         self._last_s = 0.0
+        most = options.most_bytes_per_s
+        # The limit is the node's; its ranks share it evenly here, without a process that knows of all of them.
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._rate = None if most is None else RateLimit(most / max(local_ranks, 1))
 
     @property
     def auto_interval_s(self) -> float:
@@ -152,7 +157,7 @@ class DirectWriter:
             held[:] = [owner]
             return view
 
-        options = WriteOptions(most_bytes_per_s=self._options.most_bytes_per_s, read_back=self._options.read_back)
+        options = WriteOptions(read_back=self._options.read_back, rate=self._rate)
         try:
             return _Vote(write_rank_files(partial, layout, part, payload, blobs, options))
         except (SteadyrunError, OSError) as e:
@@ -225,12 +230,12 @@ class DirectWriter:
         if self._rank == 0:
             try:
                 answer = self._look(rejected)
-            except (CatalogError, OSError) as e:
+            except (SteadyrunError, OSError) as e:
                 answer = {"source": "none", "step": -1, "path": "", "rejected": [[str(self._root), -1, str(e)]]}
         return self._gather(answer)[0]
 
     def _look(self, rejected: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        pending = rollback.take(self._root)
+        asked = rollback.take(self._root, time.time())
         folders = [
             FolderOffer(
                 tier=TierName.SHARED,
@@ -246,28 +251,23 @@ class DirectWriter:
         ]
         refusals = [Rejected(str(source), int(step), str(why)) for source, step, why in rejected]
         offers = {rank: Offer("") for rank in range(self._world_size)}
-        choice = choose(offers, folders, refusals, rollback_to=None if pending is None else pending.to)
+        choice = choose(offers, folders, refusals, rollback_to=None if asked is None else asked.to)
         return {
             "source": choice.source.value,
             "step": choice.step,
             "attempt": choice.attempt,
             "path": choice.path,
             "why": choice.why,
-            "skip_batches": self._skipped(choice.path, pending),
+            "skip_batches": [list(r) for r in self._skipped(choice.path)],
             "rejected": [[r.path or r.tier.value, r.step, r.why] for r in choice.refused],
         }
 
-    def _skipped(self, path: str, pending: Any) -> list[list[int]]:
-        ranges: list[tuple[int, int]] = []
-        if path:
-            ranges += commit.read_manifest(Path(path)).skipped
-        if pending is not None:
-            ranges += pending.skip_batches
-        return [list(r) for r in dict.fromkeys(ranges)]
+    def _skipped(self, path: str) -> tuple[tuple[int, int], ...]:
+        return rollback.skipped(self._root, commit.read_manifest(Path(path)).skipped if path else ())
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
-    """A tensor's bytes in C order, without a copy where it is contiguous and on the CPU, and the tensor that owns them."""
+    """A tensor's bytes in C order, not copied where it is contiguous and on the CPU, and the tensor that owns them."""
     owner = tensor.detach()
     if owner.device.type != "cpu" or not owner.is_contiguous():
         owner = owner.cpu().contiguous()

@@ -8,6 +8,7 @@ name used here.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import inspect
 import logging
@@ -628,8 +629,9 @@ def _rollback(settings: Settings, run_id: str) -> Mapping[str, Any] | None:
     if settings.rollback is None:
         return None
     to, skipped = settings.rollback
-    text = ",".join(f"{first}:{end}" for first, end in skipped)
-    return {"to": to, "skip_batches": [list(r) for r in skipped], "id": f"{run_id}-{to}-{text}"}
+    text = ",".join([run_id, str(to), *(f"{first}:{end}" for first, end in skipped)])
+    known = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return {"to": to, "skip_batches": [list(r) for r in skipped], "id": known}
 
 
 def _faults(option: str, environ: Mapping[str, str]) -> str:
