@@ -8,7 +8,8 @@
     watch.commit("out/step-100")        # makes a checkpoint that a framework has written durable and checkable
 
 Nothing but the last two raises or waits, whatever the watchdog does, and outside steadyrun the others do nothing. A
-section costs about a microsecond. Safe in any thread; in a forked child (a data-loader worker, say) nothing is recorded.
+section costs about a microsecond. Safe in any thread; in a forked child (a data-loader worker, say) nothing is
+recorded.
 """
 
 from __future__ import annotations
