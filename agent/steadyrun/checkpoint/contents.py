@@ -165,6 +165,7 @@ class Piece:
     Attributes:
         key: the tensor or object in it; None where the piece itself has to say.
         no_checksum: why its bytes cannot be compared with anything, None where they can or where that shows later.
+        xxh3: what the xxh3-128 of the whole piece must be, by a manifest; then nothing else of it is looked at.
     """
 
     place: Place
@@ -173,6 +174,7 @@ class Piece:
     shard_offsets: tuple[int, ...] | None = None
     expected: Expected | None = None
     no_checksum: str | None = None
+    xxh3: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,12 @@ from steadyrun.checkpoint.commit import open_manifest, remove, seal_manifest
 from steadyrun.checkpoint.contents import UnusableCheckpointError
 from steadyrun.checkpoint.durable import sync_folder, write_whole
 from steadyrun.checkpoint.kinds import Found, find_checkpoints, step_of
-from steadyrun.checkpoint.manifest import MANIFEST_NAME, FileRecord, FolderName, Manifest, ManifestError
+from steadyrun.checkpoint.manifest import FOREIGN, MANIFEST_NAME, FileRecord, FolderName, Manifest, ManifestError
 from steadyrun.checkpoint.retention import apply, to_remove
 from steadyrun.core.errors import ConfigError, SteadyrunError
 
-__all__ = ["FOREIGN", "Committed", "commit", "committed_in", "is_foreign", "missing_ranks", "pointed_in"]
+__all__ = ["Committed", "commit", "committed_in", "missing_ranks", "pointed_in"]
 
-FOREIGN: Final = "foreign"  # in the manifest's details: the kind of folder that was committed
 NOTE_SCHEMA: Final = "steadyrun.checkpoint.files/1"
 LOCK_NAME: Final = ".steadyrun-commit.lock"
 _NOTE: Final = re.compile(r"__(\d+)\.files\.json")
@@ -233,7 +232,7 @@ def _own_manifest(target: Path) -> Manifest | None:
         raise _CannotCommitError(
             f"there is a {MANIFEST_NAME} that steadyrun has not written ({e}); move it away"
         ) from None
-    if not is_foreign(manifest):
+    if not manifest.is_foreign:
         raise _CannotCommitError("steadyrun itself has written this checkpoint; it is complete as it is")
     return manifest
 
@@ -403,11 +402,6 @@ def _lock(target: Path) -> Iterator[bool]:
 
 
 # -- afterwards ------------------------------------------------------------------------------------------------------
-def is_foreign(manifest: Manifest) -> bool:
-    """Whether it is of a folder that another program has written and ``commit`` has committed."""
-    return FOREIGN in manifest.details
-
-
 def committed_in(root: Path) -> tuple[Listed, ...]:
     """The folders in *root* that ``commit`` has committed, newest first; other folders are not ours to judge."""
     listed = []
@@ -420,7 +414,7 @@ def committed_in(root: Path) -> tuple[Listed, ...]:
             manifest = open_manifest((root / name / MANIFEST_NAME).read_bytes())
         except (OSError, ManifestError):
             continue
-        if is_foreign(manifest) and not name.startswith(TRASH_PREFIX):
+        if manifest.is_foreign and not name.startswith(TRASH_PREFIX):
             problem = _problem(root / name, manifest)
             listed.append(Listed(root / name, FolderName(manifest.step), manifest, problem))
     return tuple(sorted(listed, key=lambda c: (*c.order, c.path.name), reverse=True))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.checkpoint import dcp, safetensors
+from steadyrun.checkpoint.commit import open_manifest
 from steadyrun.checkpoint.contents import (
     Contents,
     Encoding,
@@ -23,7 +25,7 @@ from steadyrun.checkpoint.contents import (
     Tensor,
     UnusableCheckpointError,
 )
-from steadyrun.checkpoint.manifest import FolderName
+from steadyrun.checkpoint.manifest import MANIFEST_NAME, MANIFEST_SCHEMA, FolderName, Manifest, ManifestError
 
 __all__ = ["Found", "Listing", "find_checkpoints", "read_contents", "step_of"]
 
@@ -45,6 +47,7 @@ _STEP: Final = re.compile(r"(\d+)(?!.*\d)")
 _POINTERS: Final = ("latest", "latest_checkpointed_iteration.txt")
 _HAVE_NO_MORE_BELOW: Final = (Kind.DCP, Kind.MEGATRON_DCP, Kind.MEGATRON, Kind.DEEPSPEED)
 _DEPTH: Final = 3
+_SCHEMA_WITHIN_BYTES: Final = 256
 _MOST_INDEX_BYTES: Final = 256 << 20
 # A data file may be closed a little after the metadata's time stamp was taken on another machine.
 _LATER_S: Final = 2.0
@@ -52,12 +55,20 @@ _LATER_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint; *is_latest* when a pointer file beside it names it."""
+    """A checkpoint.
+
+    Attributes:
+        is_latest: a pointer file beside it names it, or it is the newest of those that steadyrun has committed.
+        manifest: steadyrun's, also over the files of another program; None without one.
+        manifest_problem: why its manifest cannot be used.
+    """
 
     path: Path
     kind: Kind
     files: tuple[FileInfo, ...]
     is_latest: bool = False
+    manifest: Manifest | None = None
+    manifest_problem: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -70,9 +81,24 @@ class Found:
     @property
     def is_complete(self) -> bool:
         """Whether the file that is written last is there, where the kind has one."""
+        if self.is_partial or self.manifest_problem is not None:
+            return False
+        if self.manifest is not None:
+            return self.manifest.complete
         if self.kind not in (Kind.DCP, Kind.MEGATRON_DCP):
             return True
         return any(f.name == ".metadata" or _RANK_METADATA.fullmatch(f.name) for f in self.files)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether steadyrun is writing it, or was when it was cut off."""
+        name = FolderName.parse(self.path.name)
+        return name is not None and name.is_partial
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether steadyrun has written it, files and all."""
+        return self.manifest is not None and not self.manifest.is_foreign
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +142,45 @@ def find_checkpoints(path: Path) -> Listing:
             f"cannot find a checkpoint in {path}: no file or folder in it is of a known kind "
             "(torch.distributed.checkpoint, torch.save, safetensors, DeepSpeed, Megatron)"
         )
-    found.sort(key=lambda f: (str(f.path.parent), step_of(f.path) or 0, f.path.name))
-    marked = [Found(f.path, f.kind, f.files, target is not None and target in (f.path, *f.path.parents)) for f in found]
+    found.sort(key=lambda f: (str(f.path.parent), step_of(f.path) or 0, _saved_unix_s(f), f.path.name))
+    if target is None:
+        target = next((f.path for f in reversed(found) if f.path.parent == path and f.is_ours and f.is_complete), None)
+    marked = [replace(f, is_latest=target is not None and target in (f.path, *f.path.parents)) for f in found]
     return Listing(tuple(marked), problem)
+
+
+def _saved_unix_s(found: Found) -> float:
+    return 0.0 if found.manifest is None else found.manifest.created_unix_s
 
 
 def _walk(folder: Path, depth: int) -> Iterator[Found]:
     kind = _folder_kind(folder)
     if kind is not None:
-        yield Found(folder, kind, tuple(_files(folder, kind)))
+        yield _found(folder, kind)
     if kind in _HAVE_NO_MORE_BELOW or depth == 0:
         return
     with os.scandir(folder) as entries:
         below = sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
     for name in below:
         yield from _walk(folder / name, depth - 1)
+
+
+def _found(folder: Path, kind: Kind) -> Found:
+    files = {f.name: f for f in _files(folder, kind)}
+    if MANIFEST_NAME not in files:
+        return Found(folder, kind, tuple(files.values()))
+    data = (folder / MANIFEST_NAME).read_bytes()
+    try:
+        manifest = open_manifest(data)
+    except ManifestError as e:
+        # Other programs give files that name, too; one of ours says so at its beginning, whatever has become of it.
+        is_ours = f'"schema": "{MANIFEST_SCHEMA}"'.encode() in data[:_SCHEMA_WITHIN_BYTES]
+        return Found(folder, kind, tuple(files.values()), manifest_problem=str(e) if is_ours else None)
+    for record in manifest.files:  # also those in folders below, which belong to it as well
+        if record.name not in files and not dcp.is_outside(record.name):
+            with contextlib.suppress(FileNotFoundError):
+                files[record.name] = _file_info(folder / record.name, record.name)
+    return Found(folder, kind, tuple(files.values()), manifest=manifest)
 
 
 def _pointer(folder: Path) -> tuple[Path | None, Problem | None]:
@@ -231,6 +281,10 @@ def read_contents(found: Found) -> Contents:
     parts.add_files(others)
     if found.kind is Kind.HF_SHARDED:
         _compare_index(parts)
+    if found.manifest_problem is not None:
+        parts.problems.append(Problem(ProblemKind.METADATA, found.manifest_problem, MANIFEST_NAME))
+    if found.manifest is not None:
+        _compare_manifest(parts, found.manifest, files)
     return parts.contents(found.path, found.kind, files)
 
 
@@ -311,6 +365,33 @@ def _read_dcp(parts: _Parts, files: Sequence[FileInfo]) -> None:
     if names != [".metadata"]:
         parts.notes.append("each rank has metadata of its own; whether the shards of all ranks fit is not checked")
     _dcp_notes(parts, files, by_name[names[0]], referenced)
+
+
+def _compare_manifest(parts: _Parts, manifest: Manifest, files: Sequence[FileInfo]) -> None:
+    """Missing and short files, and the digests of whole files, in place of "no checksum" where there was none."""
+    sizes_bytes = {f.name: f.size_bytes for f in files}
+    digests = {}
+    for record in manifest.files:
+        if dcp.is_outside(record.name):
+            parts.problems.append(Problem(ProblemKind.METADATA, "lies outside of the folder; not read", record.name))
+            continue
+        have = sizes_bytes.get(record.name)
+        if have != record.size_bytes:
+            kind = ProblemKind.MISSING if have is None else ProblemKind.TRUNCATED
+            text = f"by {MANIFEST_NAME} it has {record.size_bytes:,} bytes, and "
+            text += "it is not there" if have is None else f"here it has {have:,}"
+            if not any(p.file == record.name and p.kind is kind for p in parts.problems):
+                parts.problems.append(Problem(kind, text, record.name))
+        elif record.xxh3:
+            digests[record.name] = record
+    known = {MANIFEST_NAME, *digests}  # the manifest itself has a checksum at its end, which is right: it was read
+    parts.pieces = [p for p in parts.pieces if p.place.file not in known or p.encoding is Encoding.TORCH_ZIP]
+    for name, record in digests.items():
+        place = Place(name, 0, record.size_bytes)
+        parts.pieces.append(Piece(place, Encoding.OPAQUE, xxh3=record.xxh3))
+    more = [f.name for f in files if f.name not in {r.name for r in manifest.files} and f.name != MANIFEST_NAME]
+    if more:
+        parts.notes.append(f"not in {MANIFEST_NAME}, so added after the commit: {_some(more)}")
 
 
 def _dcp_notes(parts: _Parts, files: Sequence[FileInfo], metadata: FileInfo, referenced: set[str]) -> None:

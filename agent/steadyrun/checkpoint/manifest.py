@@ -24,6 +24,7 @@ from typing import Any, Final
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
+    "FOREIGN",
     "FRAGMENT_SCHEMA",
     "MANIFEST_NAME",
     "MANIFEST_SCHEMA",
@@ -47,6 +48,7 @@ FRAGMENT_SCHEMA: Final = "steadyrun.checkpoint.shards/1"
 MANIFEST_NAME: Final = "manifest.json"
 METADATA_NAME: Final = ".metadata"
 PARTIAL_SUFFIX: Final = ".partial"
+FOREIGN: Final = "foreign"  # in the details of a manifest that ``watch.commit`` made: the kind of folder
 _FOLDER: Final = re.compile(r"step-(\d{9,})(?:\.a(\d+))?(\.partial)?")
 
 
@@ -228,6 +230,11 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program has written the files, and ``watch.commit`` only this manifest over them."""
+        return FOREIGN in self.details
 
     def to_json(self) -> str:
         data = {

@@ -17,7 +17,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+from steadyrun.checkpoint.checksums import Xxh3
 from steadyrun.checkpoint.contents import Contents, Encoding, Kind, Piece, Problem, ProblemKind
+from steadyrun.checkpoint.manifest import MANIFEST_NAME
 from steadyrun.checkpoint.pickles import PickleError
 from steadyrun.checkpoint.torchzip import (
     DamagedArchiveError,
@@ -207,7 +209,9 @@ class _Check:
 
     def run(self) -> None:
         try:
-            if self.piece.encoding is Encoding.TORCH_ZIP:
+            if self.piece.xxh3 is not None:
+                self._check_digest(self.piece.xxh3)
+            elif self.piece.encoding is Encoding.TORCH_ZIP:
                 self._check_archive()
             else:
                 for _ in self._chunks(0, self.place.length_bytes):
@@ -249,6 +253,17 @@ class _Check:
         if offset > self.reached:
             self.tally.add(offset - self.reached)
             self.reached = offset
+
+    # -- a piece that a manifest has the digest of -----------------------------------------------------------------
+    def _check_digest(self, wanted: str) -> None:
+        digest = Xxh3()
+        for chunk in self._chunks(0, self.place.length_bytes):
+            digest.update(chunk)
+        self.result.records += 1
+        self.result.checked_bytes += self.place.length_bytes
+        if (found := digest.digest()) != wanted:
+            text = f"its xxh3 is {found}, by {MANIFEST_NAME} it is {wanted}: it is not the file that was committed"
+            self._problem(ProblemKind.CHECKSUM, text, 0, self.place.length_bytes)
 
     # -- an archive of torch.save ----------------------------------------------------------------------------------
     def _check_archive(self) -> None:
