@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 ANY_FOLDER: Final = "folder"  # as the source of a rejection: that step in every folder
+_SET_ASIDE: Final = "set aside by a rollback"
 _NEAREST: Final = {tier: i for i, tier in enumerate(TierName)}
 _IN_MEMORY: Final = (TierName.MEMORY, TierName.PEER)
 
@@ -50,6 +51,7 @@ class Snapshot:
         digest: of the layout that it was made with, see ``Layout.digest``.
         tier: MEMORY in the node's own memory, PEER in that of its partner.
         saved_unix_s: 0 when not known.
+        superseded: a rollback has gone back behind it, see ``rollback.is_superseded``.
     """
 
     step: int
@@ -58,6 +60,7 @@ class Snapshot:
     digest: str
     tier: TierName = TierName.MEMORY
     saved_unix_s: float = 0.0
+    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +276,9 @@ def _usable(
     for snapshot in sorted(held, key=lambda s: _NEAREST[s.tier]):
         if snapshot.tier not in _IN_MEMORY:
             continue
+        if snapshot.superseded:
+            why_not = _SET_ASIDE
+            continue
         if snapshot.digest != digest:
             why_not = "the state is laid out differently now (another number of ranks, or another model)"
             continue
@@ -324,7 +330,7 @@ def _folder_refusal(everybody: frozenset[int], same: Sequence[FolderOffer], reje
     if problem:
         return f"not complete: {problem}"
     if any(f.superseded for f in same):
-        return "set aside by a rollback"
+        return _SET_ASIDE
     for r in rejected:
         # Paths are compared as paths: a trailing slash must not bring a damaged checkpoint back.
         is_meant = r.source in (ANY_FOLDER, folder.tier.value) or Path(r.source) == Path(folder.path)

@@ -98,10 +98,10 @@ class Entry:
 
     @property
     def why(self) -> str:
-        return (
-            f"the same fault came {self.failures} times within {WITHIN_STEPS} steps after it was loaded: "
-            f"{self.signature}"
-        )
+        fault = self.signature or "not told which"
+        if self.failures < FAILURES_NEEDED:
+            return f"training failed after it was loaded: {fault}"
+        return f"the same fault came {self.failures} times within {WITHIN_STEPS} steps after it was loaded: {fault}"
 
     def as_quarantined(self) -> Quarantined:
         """What ``choose`` wants to know."""
@@ -200,29 +200,32 @@ def after_load(ledger: Ledger, loaded: Loaded) -> Ledger:
     return dataclasses.replace(ledger, loaded=loaded)
 
 
-def after_failure(ledger: Ledger, in_attempt: int, step: int | None, signature: str, at_unix_s: float) -> Judged:
+def after_failure(
+    ledger: Ledger, in_attempt: int, step: int | None, signature: str, at_unix_s: float, falls_back: bool = False
+) -> Judged:
     """Judge the failure of attempt *in_attempt*.
 
     Args:
         step: the newest step that was done; None: none since the load.
         signature: equal for the same fault; empty when it says nothing about the state, as with a lost node.
+        falls_back: it is decided already that the state is not to be loaded again.
     """
     loaded = ledger.loaded
-    if loaded is None or loaded.in_attempt != in_attempt or not signature:
+    if loaded is None or loaded.in_attempt != in_attempt or not (signature or falls_back):
         return Judged(ledger)  # nothing was loaded in this attempt, or it is not known what happened
     survived = 0 if step is None else max(0, step - loaded.step)
-    if survived > WITHIN_STEPS:
+    if survived > WITHIN_STEPS and not falls_back:
         return Judged(ledger)
     failure = Failure(loaded.step, loaded.attempt, loaded.tier, survived, signature, at_unix_s)
     ledger = dataclasses.replace(ledger, failures=(*ledger.failures, failure)[-_MOST_FAILURES:])
     same = [f for f in ledger.failures if _is_same(f, failure)]
-    if len(same) < FAILURES_NEEDED:
+    if len(same) < FAILURES_NEEDED and not falls_back:
         return Judged(ledger)
     # Older entries are of an earlier time: training came further since, so the row begins anew.
     blamed = {(e.step, e.attempt) for e in ledger.entries if e.signature == signature and e.step >= loaded.step}
     if (loaded.step, loaded.attempt) in blamed:
         return Judged(ledger)
-    if len(blamed) >= MOST_IN_A_ROW:
+    if len(blamed) >= MOST_IN_A_ROW and not falls_back:
         return Judged(
             ledger,
             note=f"the fault follows through {len(blamed)} checkpoints and is probably not theirs: {signature}; "

@@ -136,6 +136,13 @@ def test_what_was_saved_after_the_quarantine_is_another_state() -> None:
     assert choose(offers(held[1:]), [], quarantined=poisoned).source is Source.MEMORY
 
 
+def test_a_snapshot_behind_which_a_rollback_went_is_refused() -> None:
+    old, new = Snapshot(8, 0, 1, NOW, superseded=True), Snapshot(5, 1, 2, NOW)
+    choice = choose(offers([old, new], [old, new]), [])
+    assert choice.step == 5
+    assert [r.why for r in choice.refused] == ["ranks 0, 1: set aside by a rollback"]
+
+
 def test_incomplete_superseded_and_unreachable_folders_are_refused() -> None:
     folders = [
         folder(9, problem="manifest.json is missing"),

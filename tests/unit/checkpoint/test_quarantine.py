@@ -70,6 +70,15 @@ def test_the_last_step_that_counts_is_the_tenth() -> None:
     assert fail(fail(Ledger(), 1, 100, WITHIN_STEPS).ledger, 2, 100, WITHIN_STEPS).entry is not None
 
 
+@pytest.mark.parametrize("signature", [NAN, ""])
+def test_what_is_decided_already_is_quarantined_at_once(signature: str) -> None:
+    ledger = after_load(Ledger(), Loaded(100, 0, TierName.SHARED, 1, 10.0))
+    judged = after_failure(ledger, 1, 150, signature, 20.0, falls_back=True)
+    assert [(e.step, e.failures) for e in judged.ledger.entries] == [(100, 1)]
+    assert "training failed after it was loaded: " + (signature or "not told which") in judged.note
+    assert after_failure(judged.ledger, 1, 150, signature, 21.0, falls_back=True).entry is None
+
+
 def test_a_failure_before_the_first_step_after_the_load_counts() -> None:
     assert fail(fail(Ledger(), 1, 100, None).ledger, 2, 100, None).entry is not None
 
