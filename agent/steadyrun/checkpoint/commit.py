@@ -52,7 +52,7 @@ __all__ = [
 
 LATEST_NAME: Final = "latest.json"
 TRASH_PREFIX: Final = ".trash-"
-_SEAL: Final = re.compile(rb',\n "xxh3": "([0-9a-f]{32})"\n\}\n?')
+_SEAL: Final = re.compile(rb',\n "xxh3": "([0-9a-f]{32})"\n\}\n')
 _MOST_MANIFEST_BYTES: Final = 256 << 20
 
 

@@ -8,6 +8,7 @@ front to back writes the archive.
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 import sys
@@ -64,14 +65,24 @@ class Envelope:
 
     Attributes:
         prefix: the archive up to the payload.
-        suffix_bytes: length of what ``suffix`` returns.
     """
 
     prefix: bytes
     payload_bytes: int
-    suffix_bytes: int
-    _others: bytes
+    _directory: bytes
     _data_at_bytes: int
+
+    @property
+    def suffix_bytes(self) -> int:
+        """The length of what ``suffix`` returns."""
+        size_bytes = len(self._directory) + _CENTRAL.size + len(_DATA) + _END.size
+        if self.payload_bytes >= _MOST_32:
+            return size_bytes + _SIZES_64.size + _DESCRIPTOR_64.size + _END_64.size + _END_64_PLACE.size
+        # Just below 4 GiB the directory alone lies beyond them.
+        directory_at = len(self.prefix) + self.payload_bytes + _DESCRIPTOR.size
+        is_far = directory_at >= _MOST_32
+        size_bytes += _DESCRIPTOR.size if self.payload_bytes else 0
+        return size_bytes + (_END_64.size + _END_64_PLACE.size if is_far else 0)
 
     @property
     def length_bytes(self) -> int:
@@ -90,7 +101,7 @@ class Envelope:
         flags = _UTF8 | (_SIZES_FOLLOW if size_bytes else 0)
         entry = _central(_DATA, flags, crc32, shown, self._data_at_bytes, extra)
         directory_at = len(self.prefix) + size_bytes + len(follow)
-        return follow + self._others + entry + _end(directory_at, len(self._others) + len(entry))
+        return follow + self._directory + entry + _end(directory_at, len(self._directory) + len(entry))
 
 
 def envelope(dtype: str, sizes: Sequence[int], payload_bytes: int, at_bytes: int) -> Envelope:
@@ -102,28 +113,33 @@ def envelope(dtype: str, sizes: Sequence[int], payload_bytes: int, at_bytes: int
     Raises:
         ValueError: a dtype that is not storable.
     """
+    records, directory = _first_records(dtype, tuple(sizes), payload_bytes)
+    shown, extra = 0, b""
+    if payload_bytes >= _MOST_32:
+        shown, extra = _MOST_32, _SIZES_64.pack(1, 16, payload_bytes, payload_bytes)
+    if payload_bytes:  # an empty payload needs no page of its own
+        begin = at_bytes + len(records) + _LOCAL.size + len(_DATA) + len(extra) + 4
+        pad = -begin % ALIGN_BYTES
+        extra += struct.pack("<2H", _PADDING_ID, pad) + bytes(pad)
+    prefix = records + _local(_DATA, _UTF8 | (_SIZES_FOLLOW if payload_bytes else 0), 0, shown, extra)
+    return Envelope(prefix, payload_bytes, directory, len(records))
+
+
+@functools.lru_cache(maxsize=1024)  # a model has thousands of tensors and a few dozen shapes
+def _first_records(dtype: str, sizes: tuple[int, ...], payload_bytes: int) -> tuple[bytes, bytes]:
+    """All records before the payload, and what the directory says of them."""
     if not is_storable(dtype):
         raise ValueError(f"a tensor of dtype {dtype!r} cannot be stored as plain bytes; it must be kept as an object")
-    prefix, others = bytearray(), bytearray()
+    records, directory = bytearray(), bytearray()
     for name, data in (
         (b"archive/data.pkl", _data_pkl(dtype, sizes, payload_bytes)),
         (b"archive/byteorder", sys.byteorder.encode()),
         (b"archive/version", b"3\n"),
     ):
         crc32 = zlib.crc32(data)
-        others += _central(name, _UTF8, crc32, len(data), len(prefix), b"")
-        prefix += _local(name, _UTF8, crc32, len(data), b"") + data
-    data_at = len(prefix)
-    shown, extra = 0, b""
-    if payload_bytes >= _MOST_32:
-        shown, extra = _MOST_32, _SIZES_64.pack(1, 16, payload_bytes, payload_bytes)
-    if payload_bytes:  # an empty payload needs no page of its own
-        begin = at_bytes + data_at + _LOCAL.size + len(_DATA) + len(extra) + 4
-        pad = -begin % ALIGN_BYTES
-        extra += struct.pack("<2H", _PADDING_ID, pad) + bytes(pad)
-    prefix += _local(_DATA, _UTF8 | (_SIZES_FOLLOW if payload_bytes else 0), 0, shown, extra)
-    made = Envelope(bytes(prefix), payload_bytes, 0, bytes(others), data_at)
-    return Envelope(made.prefix, payload_bytes, len(made.suffix(0)), made._others, data_at)
+        directory += _central(name, _UTF8, crc32, len(data), len(records), b"")
+        records += _local(name, _UTF8, crc32, len(data), b"") + data
+    return bytes(records), bytes(directory)
 
 
 # -- the parts of a zip archive --------------------------------------------------------------------------------------

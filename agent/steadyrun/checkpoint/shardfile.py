@@ -63,6 +63,7 @@ Progress = Callable[[int, int], None]
 _PIECE_BYTES: Final = 8 << 20
 _COPIED_BYTES: Final = 256 << 10  # smaller payloads are cheaper to copy together than to write alone
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
+_LOOK_AGAIN_S: Final = 0.1
 _NO_DIRECT: Final = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -161,6 +162,8 @@ class WriteOptions:
         rate: shared by all writers of a node; None: no limit.
         in_flight: pieces that are being written at a time.
         piece_bytes: a multiple of 4096.
+        appear_within_s: how long a folder that another node has made may take to be seen here; network file systems
+            remember for up to a minute that a name was not there.
     """
 
     direct: bool = True
@@ -170,6 +173,7 @@ class WriteOptions:
     rate: RateLimit | None = None
     in_flight: int = 2
     piece_bytes: int = _PIECE_BYTES
+    appear_within_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.piece_bytes <= 0 or self.piece_bytes % ALIGN_BYTES:
@@ -305,7 +309,7 @@ class _RankWriter:
         rank = self._layout.rank
         what = f"the files of rank {rank} in {self._folder}"
         try:
-            folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder_fd = _open_folder(self._folder, started_s + self._options.appear_within_s)
         except OSError as e:
             raise WriteError.of(what, e) from e
         names = (tensors_name(rank), objects_name(rank), fragment_name(rank))
@@ -461,6 +465,18 @@ class _RankWriter:
         self._done_bytes += size_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
+
+
+def _open_folder(folder: Path, until_s: float) -> int:
+    while True:
+        try:
+            return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if time.monotonic() >= until_s:
+                raise
+        with contextlib.suppress(OSError):
+            os.listdir(folder.parent)  # lets the client of a network file system look anew
+        time.sleep(_LOOK_AGAIN_S)
 
 
 class _Cpu:
