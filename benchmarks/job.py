@@ -42,8 +42,8 @@ class Job:
         self.run_dirs: list[Path] = []
         self.launchers: list[subprocess.Popen[bytes]] = []
         self._keep, self._name = keep, name
-        self._mark = f"STEADYRUN_BENCH_JOB={uuid.uuid4().hex}"
-        variable, _, value = self._mark.partition("=")
+        self.mark = f"STEADYRUN_BENCH_JOB={uuid.uuid4().hex}"  # in the environment of all its processes
+        variable, _, value = self.mark.partition("=")
         own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BENCH_EVENTS": str(self.events_file), variable: value}
         self._env = {**os.environ, **own, **(env or {})}
 
@@ -122,7 +122,7 @@ class Job:
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
                     if (
-                        self._mark.encode() in Path(entry.path, "environ").read_bytes()
+                        self.mark.encode() in Path(entry.path, "environ").read_bytes()
                         and state_of(int(entry.name)) not in "ZX"
                     ):
                         found.append(int(entry.name))
