@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -61,9 +61,15 @@ class Copying:
 class _Expected:
     """What the tensor of an entry has to be."""
 
-    entry: Entry
+    key: str
     dtype: torch.dtype
     shape: torch.Size
+    at_bytes: int
+    size_bytes: int
+
+
+_Move: TypeAlias = tuple[int, int, int]  # to, from, bytes
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # to, from
 
 
 class Copier:
@@ -105,24 +111,19 @@ class Copier:
             CopyMismatchError: number, type or shape of the tensors is not that of the layout.
             ArenaError: the slot was not begun.
         """
-        self._require(slot, SlotState.WRITING)
-        self._compare(tensors)
-        mapped = self._slots[slot.number]
+        mapped = self._mapped(slot, SlotState.WRITING)
         moves: list[_Move] = []
-        views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        on_device: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for i, (tensor, expected) in enumerate(zip(tensors, self._expected, strict=True)):
-            size_bytes = expected.entry.size_bytes
-            if not size_bytes:
-                continue
-            if _is_plain(tensor):
-                moves.append((mapped.address + expected.entry.at_bytes, tensor.data_ptr(), size_bytes))
+        views: list[_Pair] = []
+        on_device: list[_Pair] = []
+        for i, tensor, e, address in self._matched(tensors, mapped):
+            if address:
+                moves.append((mapped.address + e.at_bytes, address, e.size_bytes))
             elif tensor.is_cuda and self._side is not None:
                 on_device.append((mapped.tensor(i), tensor))
             else:
                 views.append((mapped.tensor(i), tensor))
         copying = self._side.copy(on_device) if self._side is not None and on_device else Copying()
-        self._copy(moves, views)
+        _copy(moves, views, self._threads)
         if blocking:
             copying.wait()
         return copying
@@ -134,25 +135,20 @@ class Copier:
             CopyMismatchError: number, type or shape of the tensors is not that of the layout.
             ArenaError: the slot is not sealed.
         """
-        self._require(slot, SlotState.SEALED)
-        self._compare(tensors)
-        mapped = self._slots[slot.number]
+        mapped = self._mapped(slot, SlotState.SEALED)
         moves: list[_Move] = []
-        views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        views: list[_Pair] = []
         devices: set[torch.device] = set()
-        for i, (tensor, expected) in enumerate(zip(tensors, self._expected, strict=True)):
-            size_bytes = expected.entry.size_bytes
-            if not size_bytes:
-                continue
-            if _is_plain(tensor):
-                moves.append((tensor.data_ptr(), mapped.address + expected.entry.at_bytes, size_bytes))
+        for i, tensor, e, address in self._matched(tensors, mapped):
+            if address:
+                moves.append((address, mapped.address + e.at_bytes, e.size_bytes))
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
-            else:
-                views.append((tensor, mapped.tensor(i)))
-                if tensor.is_cuda:
-                    devices.add(tensor.device)
-        self._copy(moves, views, non_blocking=True)
+                continue
+            views.append((tensor, mapped.tensor(i)))
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        _copy(moves, views, self._threads)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -170,40 +166,45 @@ class Copier:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _require(self, slot: Slot, state: SlotState) -> None:
+    def _mapped(self, slot: Slot, state: SlotState) -> _Mapped:
         found = slot.view().state
         if found is not state:
             raise ArenaError(f"cannot copy: slot {slot.number} is {found.value}, it has to be {state.value}")
+        return self._slots[slot.number]
 
-    def _compare(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _matched(
+        self, tensors: Sequence[torch.Tensor], mapped: _Mapped
+    ) -> list[tuple[int, torch.Tensor, _Expected, int]]:
+        """(index, tensor, what it has to be, its address or 0 when its bytes are not all there in order).
+
+        About a microsecond per tensor: nothing is remembered from one save to the next, as ``tensor.data = ...`` keeps
+        the object and changes everything else. Tensors without bytes are left out.
+        """
         if len(tensors) != len(self._expected):
             raise CopyMismatchError(
                 f"cannot copy {len(tensors)} tensors: the layout has {len(self._expected)}; a new layout is needed"
             )
-        for tensor, expected in zip(tensors, self._expected, strict=True):
-            if tensor.dtype is not expected.dtype or tensor.shape != expected.shape:
+        out = []
+        for i, (tensor, e) in enumerate(zip(tensors, self._expected, strict=True)):
+            if tensor.dtype is not e.dtype or tensor.shape != e.shape:
                 raise CopyMismatchError(
-                    f"cannot copy {expected.entry.key}: it is {tensor.dtype} {list(tensor.shape)}, in the layout "
-                    f"{expected.dtype} {list(expected.shape)}; a new layout is needed"
+                    f"cannot copy {e.key}: it is {tensor.dtype} {list(tensor.shape)}, in the layout {e.dtype} "
+                    f"{list(e.shape)}; a new layout is needed"
                 )
-
-    def _copy(
-        self,
-        moves: list[_Move],
-        views: list[tuple[torch.Tensor, torch.Tensor]],
-        non_blocking: bool = False,
-    ) -> None:
-        with _helpers(moves, self._threads), torch.no_grad():
-            for target, source in views:
-                target.copy_(source, non_blocking=non_blocking)
+            if e.size_bytes:
+                out.append((i, tensor, e, tensor.data_ptr() if _is_plain(tensor) else 0))
+        return out
 
 
-_Move = tuple[int, int, int]  # to, from, bytes
+def _copy(moves: Sequence[_Move], views: Sequence[_Pair], threads: int) -> None:
+    with _moving(moves, threads), torch.no_grad():
+        for target, source in views:
+            target.copy_(source, non_blocking=target.is_cuda)
 
 
 @contextlib.contextmanager
-def _helpers(moves: Sequence[_Move], threads: int) -> Iterator[None]:
-    """Moves all of this, on this thread after the body of the ``with``, on others meanwhile."""
+def _moving(moves: Sequence[_Move], threads: int) -> Iterator[None]:
+    """Moves all of this by the end of the ``with``: on this thread after its body, on others from the beginning."""
     total_bytes = sum(size_bytes for _, _, size_bytes in moves)
     helpers: list[threading.Thread] = []
     if threads > 1 and total_bytes >= _THREADED_BYTES:
@@ -263,7 +264,7 @@ def _expected(entry: Entry) -> _Expected:
             f"cannot copy {entry.key}: {entry.dtype} {list(shape)} does not take the {entry.size_bytes:,} bytes that "
             f"the layout gives it"
         )
-    return _Expected(entry, dtype, shape)
+    return _Expected(entry.key, dtype, shape, entry.at_bytes, entry.size_bytes)
 
 
 class _Mapped:
@@ -286,7 +287,7 @@ class _Mapped:
         found = self._tensors.get(index)
         if found is None:
             e = self._expected[index]
-            flat = self._bytes[e.entry.at_bytes : e.entry.at_bytes + e.entry.size_bytes]
+            flat = self._bytes[e.at_bytes : e.at_bytes + e.size_bytes]
             found = self._tensors[index] = flat.view(e.dtype).view(e.shape)
         return found
 
