@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 

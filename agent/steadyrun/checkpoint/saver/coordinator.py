@@ -1,0 +1,983 @@
+"""The job's saves as one saver sees them for all: who has staged, who writes what, when a checkpoint is committed.
+
+Pure: ``handle`` takes what the nodes tell or what was done for it, and the time, and returns what to do, in order. It
+runs in the saver of group rank 0 of the newest attempt and outlives attempts: a save of attempt 3 is committed although
+its ranks are dead and attempt 4 trains. Every event may come twice, late, or never; what never comes has a limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Final
+
+from typing_extensions import assert_never
+
+from steadyrun.checkpoint.choose import Choice, FolderOffer, Offer, Quarantined, Rejected, Source, choose
+from steadyrun.checkpoint.layout import Layout
+from steadyrun.checkpoint.planning import Plan
+from steadyrun.checkpoint.saver import messages as m
+from steadyrun.checkpoint.saver.messages import SaveKey
+from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
+from steadyrun.checkpoint.schedule import Experience, Schedule
+from steadyrun.checkpoint.shardfile import Written
+
+__all__ = [
+    "AbandonFolder",
+    "Began",
+    "CommitFolder",
+    "CommitRefused",
+    "Coordinator",
+    "CoordinatorCommand",
+    "CoordinatorEvent",
+    "FolderCommitted",
+    "FolderOpened",
+    "FolderRefused",
+    "FoldersListed",
+    "Limits",
+    "ListFolders",
+    "MakePlan",
+    "OpenFolder",
+    "Phase",
+    "PlanMade",
+    "Prune",
+    "Record",
+    "Say",
+    "Tell",
+    "Tick",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds.
+
+    Attributes:
+        staging: from the first rank of a save to the last.
+        silence: of another node's saver while something waits for it.
+        restore_wait: for saves that are still being written when the ranks ask where to resume.
+        republish: for the other nodes to tell what they hold, after an attempt has begun.
+        beat: between signs of life.
+    """
+
+    staging: float = 300.0
+    silence: float = 30.0
+    restore_wait: float = 120.0
+    republish: float = 30.0
+    beat: float = 5.0
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Began:
+    """Ranks of an attempt are being started on *nodes* nodes."""
+
+    attempt: int
+    world_size: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMade:
+    """*plan* is None when the layouts make no checkpoint, for the reason in *why*."""
+
+    plan_id: str
+    plan: Plan | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOpened:
+    """*committed* is the path of a checkpoint that is this very save already, else empty."""
+
+    key: SaveKey
+    folder: str
+    committed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderRefused:
+    key: SaveKey
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FolderCommitted:
+    key: SaveKey
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRefused:
+    key: SaveKey
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoldersListed:
+    """*why*: what could not be looked at; empty when all was."""
+
+    attempt: int
+    round: int
+    folders: tuple[FolderOffer, ...]
+    quarantined: tuple[Quarantined, ...] = ()
+    rollback_to: int | None = None
+    skip_batches: tuple[tuple[int, int], ...] = ()
+    skipped_by_path: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Look at the clock."""
+
+
+CoordinatorEvent = (
+    m.FromNode
+    | Began
+    | PlanMade
+    | FolderOpened
+    | FolderRefused
+    | FolderCommitted
+    | CommitRefused
+    | FoldersListed
+    | Tick
+)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """To the savers of all nodes, this one included."""
+
+    message: m.ToAll
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    plan_id: str
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFolder:
+    """Make the folder that all nodes write to."""
+
+    key: SaveKey
+    options: CheckpointOptions
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFolder:
+    """*written* by rank."""
+
+    key: SaveKey
+    folder: str
+    plan: Plan
+    layouts: tuple[Layout, ...]
+    written: tuple[Written, ...]
+    options: CheckpointOptions
+    run_id: str
+    created_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonFolder:
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListFolders:
+    attempt: int
+    round: int
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """Retention, after a commit. *in_use*: paths that stay in any case."""
+
+    options: CheckpointOptions
+    in_use: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A journal record."""
+
+    type: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """To the user."""
+
+    text: str
+
+
+CoordinatorCommand = Tell | MakePlan | OpenFolder | CommitFolder | AbandonFolder | ListFolders | Prune | Record | Say
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+class Phase(enum.Enum):
+    """Of one save."""
+
+    GATHERING = "gathering"  # ranks are staging
+    HELD = "held"  # whole in memory, and nothing else is wanted
+    QUEUED = "queued"  # to be written, after another one or once the plan is made
+    OPENING = "opening"
+    WRITING = "writing"
+    COMMITTING = "committing"
+    RESOLVED = "resolved"
+
+
+_UNDER_WAY: Final = frozenset({Phase.OPENING, Phase.WRITING, Phase.COMMITTING})
+_KEPT_RESOLVED: Final = 16
+_KEPT_AGREED: Final = 64
+_KEPT_PLANS: Final = 4
+
+
+@dataclass(slots=True)
+class _Save:
+    key: SaveKey
+    since_s: float
+    phase: Phase = Phase.GATHERING
+    world_size: int = 0
+    tiers: set[TierName] = field(default_factory=set)
+    digests: dict[int, str] = field(default_factory=dict)  # by rank that has staged
+    stalls_s: dict[int, float] = field(default_factory=dict)
+    created_unix_s: float = inf
+    staged_s: float = inf  # when the last rank had
+    plan_id: str = ""
+    folder: str = ""
+    written: dict[int, Written] = field(default_factory=dict)
+    result: m.Resolved | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank has its part in memory."""
+        return self.phase not in (Phase.GATHERING, Phase.RESOLVED)
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.digests]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of one attempt's ranks."""
+
+    number: int
+    world_size: int = 0
+    options: CheckpointOptions | None = None
+    run_id: str = ""
+    layouts: dict[int, m.LayoutTold] = field(default_factory=dict)
+    granted: m.Granted | None = None
+    gone: set[int] = field(default_factory=set)
+    started: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Question:
+    """Where to resume, of one attempt and round."""
+
+    since_s: float
+    asked: dict[int, m.RestoreTold] = field(default_factory=dict)
+    is_listing: bool = False
+    answer: m.Chosen | None = None
+
+
+@dataclass(slots=True)
+class _Flush:
+    id: str
+    waits: bool
+    until_s: float
+
+
+class Coordinator:
+    """All saves of a job. For one thread.
+
+    Attributes:
+        schedule: None until a rank has told its options.
+        totals: saves by their final state, since the saver started.
+        failures: failed saves by reason.
+        last: the newest durable save.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._attempt = _Attempt(-1)
+        self._attempts: dict[int, _Attempt] = {}
+        self._nodes = 1
+        self._republished: set[int] = set()
+        self._rank_nodes: dict[int, int] = {}
+        self._heard_s: dict[int, float] = {}
+        self._began_s = 0.0
+        self._beat_s = -inf
+        self._layouts: dict[tuple[int, str], Layout] = {}
+        self._plans: dict[str, PlanMade | None] = {}
+        self._planned: dict[str, tuple[Layout, ...]] = {}
+        self._saves: dict[SaveKey, _Save] = {}
+        self._questions: dict[tuple[int, int], _Question] = {}
+        self._values: dict[tuple[int, str], dict[int, Any]] = {}
+        self._agreed: dict[tuple[int, str], m.Agreed] = {}
+        self._flushes: list[_Flush] = []
+        self._steps: dict[int, int] = {}
+        self._serial = 0
+        self._complaint = ""
+        self._out: list[CoordinatorCommand] = []
+        self._story: deque[str] = deque(maxlen=64)
+        self._failed_attempts: set[int] = set()
+        self.schedule: Schedule | None = None
+        self.totals: dict[SaveState, int] = dict.fromkeys(SaveState, 0)
+        self.failures: dict[str, int] = {}
+        self.last: m.Resolved | None = None
+        self.experience: Experience | None = None
+
+    # -- the outside ---------------------------------------------------------------------------------------------------
+    def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorCommand]:
+        """What to do about *event*."""
+        self._story.append(f"{now_s:.3f} {type(event).__name__}")
+        self._react(event, now_s)
+        self._look_at_clock(now_s)
+        self._start_next(now_s)
+        self._answer_questions(now_s)
+        self._answer_flushes(now_s)
+        out, self._out = self._out, []
+        return out
+
+    def next_deadline_s(self) -> float:
+        """When to come back with a Tick at the latest; ``inf`` when nothing has a limit."""
+        at_s = [s.since_s + self._limits.staging for s in self._saves.values() if s.phase is Phase.GATHERING]
+        at_s += [f.until_s for f in self._flushes]
+        if self._waiting_for_nodes():
+            at_s += [self._heard_s.get(n, self._began_s) + self._limits.silence for n in self._other_nodes()]
+            at_s.append(self._beat_s + self._limits.beat)
+        if self._is_republishing:
+            at_s.append(self._began_s + self._limits.republish)
+        at_s += [
+            q.since_s + self._limits.restore_wait
+            for q in self._questions.values()
+            if q.answer is None and self._has_all_asked(q) and not q.is_listing
+        ]
+        return min(at_s, default=inf)
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is being written that nobody should interrupt."""
+        return any(s.phase in _UNDER_WAY or s.phase is Phase.QUEUED for s in self._saves.values())
+
+    def phase_of(self, key: SaveKey) -> Phase | None:
+        save = self._saves.get(key)
+        return None if save is None else save.phase
+
+    def order_save(self, now_s: float) -> list[CoordinatorCommand]:
+        """Ask the schedule whether a save is to be ordered; called now and then."""
+        schedule, attempt = self.schedule, self._attempt
+        if schedule is None or attempt.granted is None or attempt.granted.why:
+            return []
+        order = schedule.order(now_s)
+        if order is None:
+            return []
+        self._serial += 1
+        return [Tell(m.SaveOrdered(attempt.number, self._serial, order.step, order.tiers))]
+
+    # -- reacting ------------------------------------------------------------------------------------------------------
+    def _react(self, event: CoordinatorEvent, now_s: float) -> None:
+        match event:
+            case Began():
+                self._begin(event, now_s)
+            case m.LayoutTold():
+                self._on_layout(event)
+            case m.StagedTold():
+                self._on_staged(event, now_s)
+            case m.SkippedTold():
+                save = self._save(event.key, now_s)
+                if save.phase is Phase.GATHERING and event.rank not in save.digests:
+                    self._resolve(save, SaveState.SKIPPED, now_s, f"rank {event.rank}: {event.why}")
+            case m.VoteTold():
+                self._on_vote(event, now_s)
+            case m.RankGoneTold():
+                self._on_gone(event, now_s)
+            case m.RestoreTold():
+                self._on_restore(event, now_s)
+            case m.StartedTold():
+                self._of(event.attempt).started.add(event.rank)
+            case m.AgreeTold():
+                self._on_agree(event)
+            case m.FlushTold():
+                self._flushes = [f for f in self._flushes if f.id != event.id]
+                self._flushes.append(_Flush(event.id, event.waits, now_s + event.limit_s))
+            case m.SteppedTold():
+                if event.attempt == self._attempt.number and self.schedule is not None:
+                    self._steps[event.node] = event.step
+                    self.schedule.stepped(max(self._steps.values()), now_s)
+            case m.LateTold():
+                if event.attempt == self._attempt.number and self.schedule is not None:
+                    self.schedule.late(event.step)
+            case m.FailedTold():
+                self._on_failed(event, now_s)
+            case m.ResolvedTold():
+                self._adopt(event.resolved, now_s)
+            case m.RepublishedTold():
+                if event.attempt == self._attempt.number:
+                    self._republished.add(event.node)
+                    self._rank_nodes.update(dict.fromkeys(event.ranks, event.node))
+                    self._heard_s[event.node] = now_s
+                    self._repeat()
+            case m.BeatTold():
+                self._heard_s[event.node] = now_s
+            case PlanMade():
+                self._on_plan(event, now_s)
+            case FolderOpened():
+                self._on_opened(event, now_s)
+            case FolderRefused() | CommitRefused():
+                self._fail(event.key, event.reason, event.why, now_s)
+            case FolderCommitted():
+                self._on_committed(event, now_s)
+            case FoldersListed():
+                self._on_listed(event)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+
+    def _of(self, number: int) -> _Attempt:
+        return self._attempts.setdefault(number, _Attempt(number))
+
+    def _begin(self, event: Began, now_s: float) -> None:
+        self._attempt = attempt = self._of(event.attempt)
+        attempt.world_size = event.world_size
+        for old in [n for n in self._attempts if n < event.attempt - 3]:
+            del self._attempts[old]
+        self._nodes = event.nodes
+        self._began_s = now_s
+        self._republished.clear()
+        self._rank_nodes.clear()
+        self._heard_s.clear()
+        self._steps.clear()
+        self._questions = {k: q for k, q in self._questions.items() if k[0] >= event.attempt}
+        self._values = {k: v for k, v in self._values.items() if k[0] >= event.attempt}
+        self._agreed = {k: v for k, v in self._agreed.items() if k[0] >= event.attempt}
+        if self.schedule is not None:
+            self.schedule.attempt_started(now_s)
+        self._out.append(Tell(m.WhoIsThere()))
+
+    # -- layouts -------------------------------------------------------------------------------------------------------
+    def _on_layout(self, event: m.LayoutTold) -> None:
+        attempt = self._of(event.attempt)
+        attempt.layouts[event.rank] = event
+        attempt.options, attempt.run_id = event.options, event.run_id
+        self._layouts[event.rank, event.layout.digest()] = event.layout
+        self._forget_layouts()
+        if self.schedule is None:
+            self.schedule = Schedule(
+                event.options.every,
+                event.options,
+                self._began_s,
+                gpus=event.layout.world_size,
+                experience=self.experience,
+            )
+        if attempt.granted is not None:
+            self._out.append(Tell(attempt.granted))
+            return
+        if len(attempt.layouts) < event.layout.world_size:
+            return
+        told = [attempt.layouts[r] for r in sorted(attempt.layouts)]
+        refused = [t for t in told if t.slots < 1]
+        if refused:
+            self._grant(attempt, f"rank {refused[0].rank}: {refused[0].why}")
+            return
+        if self.schedule is not None:
+            self.schedule.sized(max(t.layout.state_bytes for t in told), event.layout.world_size)
+        plan_id = self._want_plan(tuple(t.layout for t in told))
+        made = self._plans.get(plan_id)
+        if made is not None:
+            self._grant(attempt, made.why)
+
+    def _grant(self, attempt: _Attempt, why: str) -> None:
+        attempt.granted = m.Granted(attempt.number, why)
+        self._out.append(Tell(attempt.granted))
+        if why:
+            self._out.append(Say(f"no snapshots in memory: {why}; the ranks write checkpoints themselves"))
+
+    def _forget_layouts(self) -> None:
+        """Only what the newest attempts or a save still need."""
+        if len(self._layouts) <= 4 * max((a.world_size for a in self._attempts.values()), default=1) + 8:
+            return
+        needed = {(r, t.layout.digest()) for a in self._attempts.values() for r, t in a.layouts.items()}
+        needed |= {(r, d) for s in self._saves.values() if s.phase is not Phase.RESOLVED for r, d in s.digests.items()}
+        self._layouts = {k: v for k, v in self._layouts.items() if k in needed}
+
+    def _want_plan(self, layouts: tuple[Layout, ...]) -> str:
+        """The number of the plan for these layouts; it is ordered when there is none yet."""
+        digests = "".join(layout.digest() for layout in layouts)
+        plan_id = hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+        if plan_id not in self._plans:
+            used = {s.plan_id for s in self._saves.values() if s.phase is not Phase.RESOLVED}
+            for old in [p for p in self._plans if p not in used][: max(len(self._plans) - _KEPT_PLANS, 0)]:
+                del self._plans[old], self._planned[old]
+            self._plans[plan_id] = None
+            self._planned[plan_id] = layouts
+            self._out.append(MakePlan(plan_id, layouts))
+        return plan_id
+
+    def _on_plan(self, event: PlanMade, now_s: float) -> None:
+        if event.plan_id not in self._plans:
+            return
+        self._plans[event.plan_id] = event
+        if event.plan is not None:
+            self._out.append(Tell(m.PlanTold(event.plan_id, event.plan.parts)))
+        attempt = self._attempt
+        if attempt.granted is None and len(attempt.layouts) == attempt.world_size:
+            told = tuple(attempt.layouts[r].layout for r in sorted(attempt.layouts))
+            if self._want_plan(told) == event.plan_id:
+                self._grant(attempt, event.why)
+        for save in list(self._saves.values()):
+            if save.plan_id == event.plan_id and save.phase is Phase.QUEUED and event.plan is None:
+                self._fail(save.key, "plan", event.why, now_s)
+
+    # -- staging -------------------------------------------------------------------------------------------------------
+    def _save(self, key: SaveKey, now_s: float) -> _Save:
+        save = self._saves.get(key)
+        if save is None:
+            save = self._saves[key] = _Save(key, now_s)
+            resolved = [s.key for s in self._saves.values() if s.phase is Phase.RESOLVED]
+            for old in sorted(resolved)[: max(len(resolved) - _KEPT_RESOLVED, 0)]:
+                del self._saves[old]
+        return save
+
+    def _on_staged(self, event: m.StagedTold, now_s: float) -> None:
+        save = self._save(event.key, now_s)
+        if save.result is not None:
+            self._out.append(Tell(save.result))  # its node has missed the end
+            return
+        save.world_size = event.world_size
+        is_new = event.rank not in save.digests
+        save.digests[event.rank] = event.digest
+        save.tiers |= event.tiers
+        save.stalls_s[event.rank] = event.stall_s
+        save.created_unix_s = min(save.created_unix_s, event.created_unix_s)
+        if save.phase is not Phase.GATHERING:
+            if not is_new:
+                self._repeat_save(save)
+            return
+        if save.missing():
+            dead = sorted(self._of(event.key.attempt).gone.intersection(save.missing()))
+            if dead:
+                self._skip_without(save, dead, now_s)
+            return
+        save.staged_s = now_s
+        self._out.append(Tell(m.InMemory(event.key)))
+        wants_folder = TierName.SHARED in save.tiers or TierName.REMOTE in save.tiers or TierName.LOCAL in save.tiers
+        save.phase = Phase.QUEUED if wants_folder else Phase.HELD
+        stall_s = max(save.stalls_s.values())
+        if self.schedule is not None:
+            self.schedule.began(event.key.step, save.tiers, now_s)
+            self.schedule.stalled(stall_s)
+        fields = {"step": event.key.step, "attempt": event.key.attempt, "stall_s": round(stall_s, 6)}
+        self._out.append(Record("checkpoint_in_memory", {**fields, "tiers": sorted(t.value for t in save.tiers)}))
+        self._pass_older(save, now_s)
+
+    def _pass_older(self, newer: _Save, now_s: float) -> None:
+        """A newer save is whole: an older one that is not never will be, and older ones in memory are not needed."""
+        for save in list(self._saves.values()):
+            if save.key >= newer.key:
+                continue
+            if save.phase is Phase.GATHERING and save.key.attempt == newer.key.attempt:
+                self._skip_without(save, save.missing(), now_s)
+            elif save.phase is Phase.HELD:
+                del self._saves[save.key]
+
+    def _skip_without(self, save: _Save, ranks: Sequence[int], now_s: float) -> None:
+        who = _ranks(ranks) if ranks else "a rank"
+        self._resolve(save, SaveState.SKIPPED, now_s, f"{who} did not take part")
+
+    def _on_gone(self, event: m.RankGoneTold, now_s: float) -> None:
+        self._of(event.attempt).gone.add(event.rank)
+        for save in list(self._saves.values()):
+            if save.phase is Phase.GATHERING and save.key.attempt == event.attempt and event.rank not in save.digests:
+                why = f"rank {event.rank} ended before its part was in memory"
+                self._resolve(save, SaveState.SKIPPED, now_s, why)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+    def _start_next(self, now_s: float) -> None:
+        """One save is written at a time, the oldest first: the disk is the same."""
+        if any(s.phase in _UNDER_WAY for s in self._saves.values()):
+            return
+        for save in sorted((s for s in self._saves.values() if s.phase is Phase.QUEUED), key=lambda s: s.key):
+            if not save.plan_id:
+                layouts = [self._layouts.get((r, d)) for r, d in sorted(save.digests.items())]
+                known = tuple(layout for layout in layouts if layout is not None)
+                if len(known) < save.world_size:
+                    continue  # the layouts are told before and after every change of the store
+                save.plan_id = self._want_plan(known)
+            made = self._plans.get(save.plan_id)
+            if made is None:
+                continue
+            if made.plan is None:
+                self._fail(save.key, "plan", made.why, now_s)
+                continue
+            attempt = self._options_for(save)
+            if attempt is None or attempt.options is None:
+                continue
+            save.phase = Phase.OPENING
+            self._out.append(OpenFolder(save.key, attempt.options, attempt.run_id))
+            return
+
+    def _options_for(self, save: _Save) -> _Attempt | None:
+        """The save's own attempt, or the newest that has told its options."""
+        own = self._attempts.get(save.key.attempt)
+        if own is not None and own.options is not None:
+            return own
+        return next((a for _, a in sorted(self._attempts.items(), reverse=True) if a.options is not None), None)
+
+    def _on_opened(self, event: FolderOpened, now_s: float) -> None:
+        save = self._saves.get(event.key)
+        if save is None or save.phase is not Phase.OPENING:
+            if not event.committed:
+                self._out.append(AbandonFolder(event.folder))
+            return
+        if event.committed:
+            self._resolve(save, SaveState.DURABLE, now_s, path=event.committed)
+            return
+        save.phase, save.folder = Phase.WRITING, event.folder
+        for node in self._other_nodes():
+            self._heard_s[node] = now_s
+        fields = {"step": event.key.step, "attempt": event.key.attempt, "path": event.folder}
+        self._out.append(Record("checkpoint_started", fields))
+        self._order_write(save)
+
+    def _order_write(self, save: _Save) -> None:
+        attempt = self._options_for(save)
+        if attempt is not None and attempt.options is not None:
+            self._out.append(Tell(m.WriteOrdered(save.key, save.plan_id, save.folder, attempt.options)))
+
+    def _on_vote(self, event: m.VoteTold, now_s: float) -> None:
+        save = self._saves.get(event.key)
+        if save is None or save.result is not None:
+            if save is not None and save.result is not None:
+                self._out.append(Tell(save.result))
+            return
+        if save.phase is not Phase.WRITING or event.folder != save.folder:
+            return
+        if event.written is None:
+            self._fail(save.key, event.reason, f"rank {event.rank}: {event.why}", now_s)
+            return
+        save.written[event.rank] = event.written
+        made = self._plans.get(save.plan_id)
+        if len(save.written) < save.world_size or made is None or made.plan is None:
+            return
+        attempt = self._options_for(save)
+        assert attempt is not None  # the write was ordered with its options
+        assert attempt.options is not None
+        problem = unequal_replicas(made.plan, save.written)
+        if problem:
+            fields = {"step": save.key.step, "attempt": save.key.attempt, "why": problem}
+            self._out.append(Record("replicas_differ", fields))
+            if attempt.options.refuse_unequal_replicas:
+                self._fail(save.key, "replicas_differ", problem, now_s)
+                return
+            self._out.append(Say(f"step {save.key.step}: {problem}"))
+        save.phase = Phase.COMMITTING
+        written = tuple(save.written[r] for r in range(save.world_size))
+        layouts = self._planned[save.plan_id]
+        self._out.append(
+            CommitFolder(
+                save.key, save.folder, made.plan, layouts, written, attempt.options, attempt.run_id, save.created_unix_s
+            )
+        )
+
+    def _on_committed(self, event: FolderCommitted, now_s: float) -> None:
+        save = self._saves.get(event.key)
+        if save is None or save.result is not None:
+            return
+        self._resolve(save, SaveState.DURABLE, now_s, path=event.path, size_bytes=event.size_bytes)
+
+    def _fail(self, key: SaveKey, reason: str, why: str, now_s: float) -> None:
+        save = self._saves.get(key)
+        if save is None or save.result is not None:
+            return
+        if save.folder:
+            self._out.append(AbandonFolder(save.folder))
+        self._resolve(save, SaveState.FAILED, now_s, why, reason)
+
+    def _resolve(
+        self,
+        save: _Save,
+        state: SaveState,
+        now_s: float,
+        why: str = "",
+        reason: str = "",
+        path: str = "",
+        size_bytes: int = 0,
+    ) -> None:
+        seconds = now_s - save.staged_s if save.staged_s < inf else 0.0
+        result = m.Resolved(save.key, state, why, reason, path, seconds, size_bytes)
+        self._settle(save, result, now_s)
+        step, attempt = save.key.step, save.key.attempt
+        stall_s = round(max(save.stalls_s.values(), default=0.0), 6)
+        if state is SaveState.DURABLE:
+            fields = {"seconds": round(seconds, 3), "bytes": size_bytes, "path": path, "stall_s": stall_s}
+            self._out.append(Record("checkpoint_committed", {"step": step, "attempt": attempt, **fields}))
+            options = self._options_for(save)
+            if options is not None and options.options is not None:
+                self._out.append(Prune(options.options, self._in_use()))
+        elif state is SaveState.FAILED:
+            fields = {"step": step, "attempt": attempt, "why": why, "reason": reason}
+            self._out.append(Record("checkpoint_failed", fields))
+        else:
+            self._out.append(Record("checkpoint_skipped", {"step": step, "attempt": attempt, "why": why}))
+        self._complain(save.key, state, why, reason)
+
+    def _settle(self, save: _Save, result: m.Resolved, now_s: float) -> None:
+        save.phase, save.result = Phase.RESOLVED, result
+        self.totals[result.state] += 1
+        if result.state is SaveState.FAILED:
+            self.failures[result.reason] = self.failures.get(result.reason, 0) + 1
+        if result.state is SaveState.DURABLE and (self.last is None or result.key > self.last.key):
+            self.last = result
+        if self.schedule is not None:
+            persist_s = result.seconds if result.state is SaveState.DURABLE else None
+            self.schedule.ended(save.key.step, result.state, now_s, persist_s)
+        self._out.append(Tell(result))
+
+    def _complain(self, key: SaveKey, state: SaveState, why: str, reason: str) -> None:
+        """A reason is said once, until it changes or a save is durable again."""
+        if state is SaveState.FAILED:
+            if reason != self._complaint:
+                self._out.append(Say(f"step {key.step} could not be saved: {why}"))
+            self._complaint = reason
+        elif state is SaveState.DURABLE and self._complaint:
+            self._complaint = ""
+            self._out.append(Say(f"step {key.step} is saved: checkpoints are durable again"))
+
+    def _adopt(self, resolved: m.Resolved, now_s: float) -> None:
+        """What the coordinator before this one has decided."""
+        save = self._save(resolved.key, now_s)
+        if save.result is None and save.phase not in _UNDER_WAY:
+            self._settle(save, resolved, now_s)
+
+    def _in_use(self) -> tuple[str, ...]:
+        paths = [s.folder for s in self._saves.values() if s.folder and s.phase is not Phase.RESOLVED]
+        for (number, _), question in self._questions.items():
+            attempt = self._of(number)
+            if question.answer is not None and len(attempt.started) < attempt.world_size:
+                paths.append(question.answer.choice.path)
+        return tuple(p for p in paths if p)
+
+    # -- other savers --------------------------------------------------------------------------------------------------
+    def _other_nodes(self) -> Iterable[int]:
+        return range(1, self._nodes)
+
+    @property
+    def _is_republishing(self) -> bool:
+        return len(self._republished) < self._nodes and any(
+            s.phase is Phase.GATHERING and s.key.attempt < self._attempt.number for s in self._saves.values()
+        )
+
+    def _waiting_for_nodes(self) -> bool:
+        return self._nodes > 1 and any(s.phase is Phase.WRITING for s in self._saves.values())
+
+    def _repeat(self) -> None:
+        """For a node that has just come: what it may have missed."""
+        if self._attempt.granted is not None:
+            self._out.append(Tell(self._attempt.granted))
+        for save in self._saves.values():
+            self._repeat_save(save)
+
+    def _repeat_save(self, save: _Save) -> None:
+        if save.is_complete:
+            self._out.append(Tell(m.InMemory(save.key)))
+        if save.phase is Phase.WRITING:
+            made = self._plans.get(save.plan_id)
+            if made is not None and made.plan is not None:
+                self._out.append(Tell(m.PlanTold(save.plan_id, made.plan.parts)))
+            self._order_write(save)
+        elif save.result is not None and save.key.attempt >= self._attempt.number - 1:
+            self._out.append(Tell(save.result))
+
+    def _look_at_clock(self, now_s: float) -> None:
+        for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING]:
+            if now_s >= save.since_s + self._limits.staging:
+                who = _ranks(save.missing()) if save.world_size else "every rank"
+                why = f"{who} did not take part within {self._limits.staging:.0f} s"
+                self._resolve(save, SaveState.SKIPPED, now_s, why)
+        has_all = len(self._republished) >= self._nodes or now_s >= self._began_s + self._limits.republish
+        for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING]:
+            # Ranks of an earlier attempt are dead: what is not in memory by now never will be.
+            if has_all and save.key.attempt < self._attempt.number:
+                why = f"{_ranks(save.missing())} ended before its part was in memory"
+                self._resolve(save, SaveState.SKIPPED, now_s, why)
+        if not self._waiting_for_nodes():
+            return
+        if now_s >= self._beat_s + self._limits.beat:
+            self._beat_s = now_s
+            self._out.append(Tell(m.WhoIsThere(is_beat=True)))
+        for save in [s for s in self._saves.values() if s.phase is Phase.WRITING]:
+            for node in self._other_nodes():
+                silent_s = now_s - self._heard_s.get(node, self._began_s)
+                waited = [r for r, n in self._rank_nodes.items() if n == node and r not in save.written]
+                if silent_s >= self._limits.silence and (waited or node not in self._republished):
+                    why = f"the saver of node {node} has not been heard of for {silent_s:.0f} s"
+                    self._fail(save.key, "node_silent", why, now_s)
+                    break
+
+    # -- resuming ------------------------------------------------------------------------------------------------------
+    def _on_restore(self, event: m.RestoreTold, now_s: float) -> None:
+        if event.attempt != self._attempt.number:
+            return
+        question = self._questions.setdefault((event.attempt, event.round), _Question(now_s))
+        if question.answer is not None:
+            self._out.append(Tell(question.answer))
+            return
+        question.asked[event.rank] = event
+        question.since_s = now_s
+
+    def _has_all_asked(self, question: _Question) -> bool:
+        return 0 < self._attempt.world_size <= len(question.asked)
+
+    def _answer_questions(self, now_s: float) -> None:
+        for (attempt, number), question in self._questions.items():
+            if question.answer is not None or question.is_listing or not self._has_all_asked(question):
+                continue
+            if self._is_worth_waiting(question, now_s):
+                continue
+            options = self._options_of_restore()
+            question.is_listing = True
+            if options is None:
+                self._on_listed(FoldersListed(attempt, number, ()))
+            else:
+                self._out.append(ListFolders(attempt, number, options))
+
+    def _options_of_restore(self) -> CheckpointOptions | None:
+        known = [a.options for _, a in sorted(self._attempts.items(), reverse=True) if a.options is not None]
+        return known[0] if known else None
+
+    def _is_worth_waiting(self, question: _Question, now_s: float) -> bool:
+        """A save is being written, or could be, that is newer than what is in memory of all ranks."""
+        if now_s >= question.since_s + self._limits.restore_wait:
+            return False
+        best = self._choose(question, FoldersListed(self._attempt.number, 0, ()))
+        have = (best.attempt, best.generation) if best.source is not Source.NONE else (-1, -1)
+        newer = [s for s in self._saves.values() if s.is_complete and (s.key.attempt, s.key.generation) > have]
+        for save in newer:
+            if save.phase is Phase.HELD:
+                save.phase = Phase.QUEUED
+                self._start_next(now_s)
+        return bool(newer)
+
+    def _choose(self, question: _Question, listed: FoldersListed) -> Choice:
+        offers = {r: Offer(a.digest, a.snapshots) for r, a in question.asked.items()}
+        rejected: list[Rejected] = [r for a in question.asked.values() for r in a.rejected]
+        folders = [*listed.folders, *(f for a in question.asked.values() for f in a.folders)]
+        return choose(offers, folders, rejected, listed.quarantined, listed.rollback_to)
+
+    def _on_listed(self, event: FoldersListed) -> None:
+        question = self._questions.get((event.attempt, event.round))
+        if question is None or question.answer is not None:
+            return
+        choice = self._choose(question, event)
+        if choice.source is Source.NONE and event.why:
+            choice = dataclasses.replace(choice, why=event.why)
+        skips = dict.fromkeys((*event.skipped_by_path.get(choice.path, ()), *event.skip_batches))
+        question.answer = m.Chosen(event.attempt, event.round, choice, tuple(skips))
+        self._out.append(Tell(question.answer))
+        fields: dict[str, Any] = {"attempt": event.attempt, "source": choice.source.value, "why": choice.why}
+        if choice.source is not Source.NONE:
+            fields.update(step=choice.step, from_attempt=choice.attempt, path=choice.path)
+        fields["refused"] = [str(r) for r in choice.refused[:20]]
+        self._out.append(Record("checkpoint_restored", fields))
+
+    # -- agreeing and flushing -----------------------------------------------------------------------------------------
+    def _on_agree(self, event: m.AgreeTold) -> None:
+        if event.attempt != self._attempt.number:
+            return
+        name = (event.attempt, event.key)
+        known = self._agreed.get(name)
+        if known is not None:
+            self._out.append(Tell(known))
+            return
+        values = self._values.setdefault(name, {})
+        values[event.rank] = event.value
+        if len(values) == self._attempt.world_size:
+            del self._values[name]
+            agreed = m.Agreed(event.attempt, event.key, tuple(values[r] for r in sorted(values)))
+            self._agreed[name] = agreed
+            for old in list(self._agreed)[: max(len(self._agreed) - _KEPT_AGREED, 0)]:
+                del self._agreed[old]
+            self._out.append(Tell(agreed))
+
+    def _answer_flushes(self, now_s: float) -> None:
+        for flush in list(self._flushes):
+            answer = self._flushed(flush, now_s)
+            if answer is not None:
+                self._flushes.remove(flush)
+                self._out.append(Tell(answer))
+
+    def _flushed(self, flush: _Flush, now_s: float) -> m.Flushed | None:
+        """The answer, or None while it is being worked on."""
+        durable = self.last.key.step if self.last is not None else None
+        late = now_s >= flush.until_s
+        if (
+            flush.waits
+            and not late
+            and any(s.phase is Phase.GATHERING and s.key.attempt == self._attempt.number for s in self._saves.values())
+        ):
+            return None
+        complete = sorted((s for s in self._saves.values() if s.staged_s < inf), key=lambda s: s.key)
+        if not complete:
+            why = "" if durable is not None else "there is no snapshot that all ranks have finished"
+            return m.Flushed(flush.id, durable, why)
+        newest = complete[-1]
+        if newest.result is not None:
+            why = "" if newest.result.state is SaveState.DURABLE else newest.result.why
+            return m.Flushed(flush.id, durable, why)
+        if late:
+            return m.Flushed(flush.id, durable, f"step {newest.key.step} was not durable in time")
+        if newest.phase is Phase.HELD:
+            newest.phase = Phase.QUEUED
+            self._start_next(now_s)
+        return None
+
+    def _on_failed(self, event: m.FailedTold, now_s: float) -> None:
+        if event.attempt in self._failed_attempts:
+            return
+        self._failed_attempts.add(event.attempt)
+        if self.schedule is not None:
+            survived = any(s.is_complete for s in self._saves.values())
+            self.schedule.failed(survived)
+        # The state of training is nowhere else now: bring the newest snapshot to safety.
+        self._flushes.append(_Flush(f"failed/{event.attempt}", False, now_s + self._limits.restore_wait))
+
+
+def unequal_replicas(plan: Plan, written: Mapping[int, Written]) -> str:
+    """What differs that should be equal, and on which ranks; empty when nothing does."""
+    for group, ranks in enumerate(plan.groups):
+        sides: dict[str, list[int]] = {}
+        for rank in ranks:
+            sides.setdefault(written[rank].replica_digests.get(group, ""), []).append(rank)
+        if len(sides) < 2:
+            continue
+        by_size = sorted(sides.values(), key=len)
+        everybody = _ranks(ranks)
+        if len(by_size[-1]) > len(by_size[-2]) and len(ranks) >= 3:
+            odd = sorted(r for side in by_size[:-1] for r in side)
+            return f"the replicas on {everybody} are not equal: {_ranks(odd)} differs from the others"
+        return f"the replicas on {everybody} are not equal: {' and '.join(_ranks(side) for side in by_size)} differ"
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(r) for r in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

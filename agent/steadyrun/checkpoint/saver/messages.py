@@ -1,0 +1,431 @@
+"""What the savers of a job tell each other: every node tells the coordinator, and the coordinator tells all.
+
+The coordinator is the saver of group rank 0 of the newest attempt. On one node the messages are handed over as they
+are; between nodes they travel through the attempt's store as JSON, packed by ``encode``. Every message may come twice:
+a saver that was started again, or that has changed to the store of the next attempt, repeats what is not resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from steadyrun.checkpoint.choose import Choice, FolderOffer, Quarantined, Refused, Rejected, Snapshot, Source
+from steadyrun.checkpoint.layout import Layout
+from steadyrun.checkpoint.manifest import FileRecord, Fragment
+from steadyrun.checkpoint.planning import Part
+from steadyrun.checkpoint.saves import CheckpointOptions, Every, SaveState, TierName
+from steadyrun.checkpoint.shardfile import Written
+from steadyrun.core.errors import SteadyrunError
+
+__all__ = [
+    "AgreeTold",
+    "Agreed",
+    "BeatTold",
+    "Chosen",
+    "FailedTold",
+    "FlushTold",
+    "Flushed",
+    "FromNode",
+    "Granted",
+    "InMemory",
+    "LateTold",
+    "LayoutTold",
+    "MessageError",
+    "PlanTold",
+    "RankGoneTold",
+    "Remembered",
+    "RepublishedTold",
+    "Resolved",
+    "ResolvedTold",
+    "RestoreTold",
+    "SaveKey",
+    "SaveOrdered",
+    "SkippedTold",
+    "StagedTold",
+    "StartedTold",
+    "SteppedTold",
+    "ToAll",
+    "VoteTold",
+    "WhoIsThere",
+    "WriteOrdered",
+    "decode",
+    "encode",
+]
+
+
+class MessageError(SteadyrunError):
+    """Bytes that are no message of this version."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveKey:
+    """Which save. *generation* counts the saves of an attempt and is equal on all ranks, so it orders them."""
+
+    attempt: int
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (save {self.generation} of attempt {self.attempt})"
+
+
+# -- from a node to the coordinator ------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class LayoutTold:
+    """A rank's layout. *slots* 0: there is no memory for its snapshots, for the reason in *why*."""
+
+    attempt: int
+    rank: int
+    layout: Layout
+    slots: int
+    why: str
+    run_id: str
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTold:
+    """A rank's part is sealed in memory."""
+
+    key: SaveKey
+    rank: int
+    world_size: int
+    digest: str
+    tiers: frozenset[TierName]
+    stall_s: float
+    created_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedTold:
+    """A rank did not take part."""
+
+    key: SaveKey
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class VoteTold:
+    """A rank's files are durable (*written*), or could not be written (*reason*, a value of WriteReason, and *why*)."""
+
+    key: SaveKey
+    rank: int
+    folder: str
+    written: Written | None
+    reason: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGoneTold:
+    """A rank's connection ended without a word."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreTold:
+    """A rank asks where to resume; its node tells with it what it holds for that rank."""
+
+    attempt: int
+    round: int
+    rank: int
+    digest: str
+    snapshots: tuple[Snapshot, ...]
+    folders: tuple[FolderOffer, ...]
+    rejected: tuple[Rejected, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedTold:
+    """A rank has loaded, and trains."""
+
+    attempt: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeTold:
+    attempt: int
+    rank: int
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FlushTold:
+    """Somebody waits for the newest complete snapshot to be durable.
+
+    Attributes:
+        waits: also for saves that are not yet in memory on all ranks.
+    """
+
+    id: str
+    attempt: int
+    waits: bool
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedTold:
+    """The newest step of the ranks of a node."""
+
+    attempt: int
+    node: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LateTold:
+    """A rank had passed *step* when it was told to save there."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTold:
+    """An attempt has failed; told by every node."""
+
+    attempt: int
+    step: int | None
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTold:
+    """A save that this node saw resolved, when it was its coordinator."""
+
+    resolved: Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class RepublishedTold:
+    """A node has told everything that it knows of earlier attempts, and which ranks it runs now."""
+
+    attempt: int
+    node: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BeatTold:
+    """A node's saver is there; said every few seconds while something is not resolved."""
+
+    attempt: int
+    node: int
+
+
+# -- from the coordinator to all ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class WhoIsThere:
+    """The coordinator has started (again): tell it what is not resolved. Also its beat, with *is_beat*."""
+
+    is_beat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """All ranks of the attempt may use snapshot memory, or (*why* is not empty) none: they write directly."""
+
+    attempt: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTold:
+    """Which rank writes what of a save with these layouts."""
+
+    plan_id: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """All ranks have staged it."""
+
+    key: SaveKey
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrdered:
+    key: SaveKey
+    plan_id: str
+    folder: str
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """How a save has ended.
+
+    Attributes:
+        reason: for a failed one, a word that tells classes of failures apart.
+        seconds: from its last rank being in memory until durable.
+    """
+
+    key: SaveKey
+    state: SaveState
+    why: str = ""
+    reason: str = ""
+    path: str = ""
+    seconds: float = 0.0
+    size_bytes: int = 0
+    at_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The answer to ``RestoreTold`` of all ranks."""
+
+    attempt: int
+    round: int
+    choice: Choice
+    skip_batches: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    attempt: int
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrdered:
+    """All ranks save once *step* is done."""
+
+    attempt: int
+    serial: int
+    step: int
+    tiers: frozenset[TierName]
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """The answer to ``FlushTold``; *step*: the newest durable one, None when there is none."""
+
+    id: str
+    step: int | None
+    why: str
+
+
+# -- from a saver to the next one on its node --------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What the next saver of this node must know that is not in the snapshot memory itself.
+
+    Attributes:
+        options: by attempt, with the run's id.
+        ranks: of this node, by attempt.
+        tiers: of saves that are not resolved.
+        resolved: the last few saves that are.
+    """
+
+    options: Mapping[int, tuple[CheckpointOptions, str]] = field(default_factory=dict)
+    ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    tiers: Mapping[SaveKey, frozenset[TierName]] = field(default_factory=dict)
+    resolved: tuple[Resolved, ...] = ()
+
+
+FromNode = (
+    LayoutTold
+    | StagedTold
+    | SkippedTold
+    | VoteTold
+    | RankGoneTold
+    | RestoreTold
+    | StartedTold
+    | AgreeTold
+    | FlushTold
+    | SteppedTold
+    | LateTold
+    | FailedTold
+    | ResolvedTold
+    | RepublishedTold
+    | BeatTold
+)
+ToAll = WhoIsThere | Granted | PlanTold | InMemory | WriteOrdered | Resolved | Chosen | Agreed | SaveOrdered | Flushed
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+_RECORDS: Final[Mapping[str, type]] = {
+    c.__name__: c
+    for c in (
+        *FromNode.__args__,
+        *ToAll.__args__,
+        *(SaveKey, Snapshot, FolderOffer, Rejected, Quarantined, Choice, Refused, CheckpointOptions, Every),
+        *(Written, Fragment, FileRecord, Part, Remembered),
+    )
+}
+_ENUMS: Final[Mapping[str, type[enum.Enum]]] = {c.__name__: c for c in (TierName, SaveState, Source)}
+
+
+def encode(message: FromNode | ToAll | Remembered) -> bytes:
+    return zlib.compress(json.dumps(_pack(message), separators=(",", ":")).encode(), 1)
+
+
+def decode(data: bytes) -> FromNode | ToAll | Remembered:
+    """Raises MessageError."""
+    try:
+        message = _unpack(json.loads(zlib.decompress(data)))
+    except (ValueError, TypeError, KeyError, AttributeError, SteadyrunError, zlib.error) as e:
+        raise MessageError(f"cannot read a message of another saver: {type(e).__name__}: {e}") from e
+    if not isinstance(message, (*FromNode.__args__, *ToAll.__args__, Remembered)):
+        raise MessageError(f"a {type(message).__name__} is no message of a saver")
+    return cast("FromNode | ToAll | Remembered", message)
+
+
+def _pack(value: Any) -> Any:
+    """Plain JSON stays; everything else becomes a list that begins with its kind."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case enum.Enum():
+            return ["e", type(value).__name__, value.value]
+        case Layout():
+            return ["layout", value.to_json()]
+        case list():
+            return ["l", *map(_pack, value)]
+        case tuple():
+            return ["t", *map(_pack, value)]
+        case frozenset() | set():
+            return ["s", *map(_pack, value)]
+        case Mapping():
+            return ["d", *([_pack(k), _pack(v)] for k, v in value.items())]
+        case _ if dataclasses.is_dataclass(value) and type(value).__name__ in _RECORDS:
+            fields = {f.name: _pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return ["r", type(value).__name__, fields]
+    raise TypeError(f"a {type(value).__name__} cannot be told to another saver")
+
+
+def _unpack(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    match value:
+        case ["e", str(name), content]:
+            return _ENUMS[name](content)
+        case ["layout", str(text)]:
+            return Layout.from_json(text)
+        case ["l", *items]:
+            return [_unpack(v) for v in items]
+        case ["t", *items]:
+            return tuple(_unpack(v) for v in items)
+        case ["s", *items]:
+            return frozenset(_unpack(v) for v in items)
+        case ["d", *items]:
+            return {_unpack(k): _unpack(v) for k, v in items}
+        case ["r", str(name), dict(fields)]:
+            record = _RECORDS[name]
+            known = {f.name for f in dataclasses.fields(record)}
+            return record(**{k: _unpack(v) for k, v in fields.items() if k in known})
+    raise ValueError(f"{str(value)[:80]} is of no known kind")
