@@ -34,9 +34,9 @@ from steadyrun.checkpoint.client import Granted, SaveRecord, SaverGoneError, Sav
 from steadyrun.checkpoint.copying import Copier
 from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gather_over
 from steadyrun.checkpoint.layout import Layout
-from steadyrun.checkpoint.reading import load_folder
+from steadyrun.checkpoint.reading import Reader, load_folder
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName, parse_every
-from steadyrun.checkpoint.state import Captured, State
+from steadyrun.checkpoint.state import Captured, Saved, State
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = ["Checkpointer", "NoUsableCheckpointError", "SaveHandle"]
@@ -599,7 +599,7 @@ class Checkpointer:
     def _load_from_memory(self, choice: Mapping[str, Any]) -> list[str]:
         link = self._link
         assert link is not None
-        self._state.prepare_to_load()
+        notes = self._state.prepare_to_load()
         captured = self._state.capture()
         if self._layout is None:
             self._ask_for_memory(captured, 0)
@@ -616,14 +616,15 @@ class Checkpointer:
         blobs = [bytes(blob) for blob in slot.blobs()]
         copier.copy_out(slot, self._state.targets())
         objects = {o.key: _unpickle(blob) for o, blob in zip(arena.layout.objects, blobs, strict=True)}
-        return self._state.apply(objects, arena.layout.world_size, view.step)
+        return [*notes, *self._state.apply(objects, arena.layout.world_size, view.step)]
 
     def _load_from_folder(self, folder: Path, step: int) -> list[str]:
-        self._state.prepare_to_load()
+        reader = Reader(folder)
+        world_size = reader.manifest.world_size if reader.manifest is not None else self._world_size
+        notes = self._state.prepare_to_load(Saved.from_metadata(reader.metadata, world_size))
         wanted = self._state.load_plan_state_dict()
-        loaded = load_folder(folder, wanted, verify=True, trust=False, strict=True)
-        world_size = loaded.manifest.world_size if loaded.manifest is not None else self._world_size
-        return self._state.apply_loaded(wanted, world_size, step)
+        loaded = load_folder(folder, wanted)
+        return [*notes, *loaded.notes, *self._state.apply_loaded(wanted, world_size, step)]
 
     def _gather(self, value: T) -> list[T]:
         return self._gatherer()(value)
