@@ -26,7 +26,7 @@ from steadyrun.checkpoint.contents import DTYPE_BITS, Tensor
 from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.durable import sync_folder
 from steadyrun.checkpoint.layout import Entry, Layout, ObjectEntry, place
-from steadyrun.checkpoint.manifest import FolderName, Manifest
+from steadyrun.checkpoint.manifest import FolderName, Manifest, installed_version
 from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.shardfile import write_rank_files
 from steadyrun.checkpoint.sources import DcpSource, Source, name_below
@@ -66,7 +66,6 @@ def average(
     sources: Sequence[Source],
     key: str | None = None,
     step: int | None = None,
-    steadyrun_version: str = "",
     progress: Progress | None = None,
 ) -> Averaged:
     """Write the average of *sources* to the new folder *out*; whole or not at all.
@@ -89,7 +88,7 @@ def average(
         raise ConfigError(f"cannot average into {out}: its name says step {named.step}, the average is of step {step}")
     stream = _Stream(sources, newest, key, progress)
     layout = Layout(0, 1, tuple(_entries(newest)), tuple(ObjectEntry(k, newest.path_of(k)) for k in newest.objects))
-    manifest = _manifest(newest, sources, step, key, steadyrun_version)
+    manifest = _manifest(newest, sources, step, key)
     _write(out, layout, manifest, stream, [newest.object_bytes(k) for k in newest.objects])
     notes = (*stream.notes(), *(f"{s.path}: {note}" for s in sources for note in s.notes))
     return Averaged(out, step, newest.path, stream.averaged, tuple(stream.taken), layout.state_bytes, notes)
@@ -250,9 +249,7 @@ def _pages_of(tensor: torch.Tensor) -> memoryview:
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
-def _manifest(
-    newest: Source, sources: Sequence[Source], step: int, key: str | None, steadyrun_version: str
-) -> Manifest:
+def _manifest(newest: Source, sources: Sequence[Source], step: int, key: str | None) -> Manifest:
     own = newest.manifest if isinstance(newest, DcpSource) else None
     details: dict[str, Any] = dict(own.details) if own is not None else {}
     details["averaged"] = {
@@ -267,7 +264,7 @@ def _manifest(
         world_size=1 if own is None else own.world_size,
         created_unix_s=time.time(),
         torch=torch.__version__,
-        steadyrun=steadyrun_version,
+        steadyrun=installed_version("steadyrun"),
         files=(),
         covered=() if own is None else own.covered,
         not_covered=() if own is None else own.not_covered,

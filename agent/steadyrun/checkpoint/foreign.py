@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
 import re
@@ -29,7 +28,15 @@ from steadyrun.checkpoint.commit import open_manifest, remove, seal_manifest
 from steadyrun.checkpoint.contents import UnusableCheckpointError
 from steadyrun.checkpoint.durable import sync_folder, write_whole
 from steadyrun.checkpoint.kinds import Found, find_checkpoints, step_of
-from steadyrun.checkpoint.manifest import FOREIGN, MANIFEST_NAME, FileRecord, FolderName, Manifest, ManifestError
+from steadyrun.checkpoint.manifest import (
+    FOREIGN,
+    MANIFEST_NAME,
+    FileRecord,
+    FolderName,
+    Manifest,
+    ManifestError,
+    installed_version,
+)
 from steadyrun.checkpoint.retention import apply, to_remove
 from steadyrun.core.errors import ConfigError, SteadyrunError
 
@@ -210,8 +217,8 @@ def _complete(target: Path, save: _Save, notes: Mapping[int, Mapping[str, _Recor
         run_id=save.run_id,
         world_size=save.world_size,
         created_unix_s=time.time(),
-        torch=_version("torch"),
-        steadyrun=_version("steadyrun"),
+        torch=installed_version("torch"),
+        steadyrun=installed_version("steadyrun"),
         files=tuple(FileRecord(r.name, r.size_bytes, r.xxh3) for _, r in sorted(records.items())),
         details={FOREIGN: _kind(target), "written_ns": max(r.written_ns for r in records.values())},
     )
@@ -254,13 +261,6 @@ def _kind(target: Path) -> str:
     except UnusableCheckpointError:
         return "files"
     return next((f.kind.value for f in found if f.path == target), "files")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _names(target: Path) -> Iterator[str]:

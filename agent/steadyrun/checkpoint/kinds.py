@@ -75,7 +75,14 @@ class Found:
         return sum(f.size_bytes for f in self.files)
 
     @property
+    def step(self) -> int | None:
+        """By its manifest, else by its name."""
+        return step_of(self.path) if self.manifest is None else self.manifest.step
+
+    @property
     def written_unix_s(self) -> float | None:
+        if self.manifest is not None and not self.manifest.is_foreign:
+            return self.manifest.created_unix_s  # the file itself is written anew when all of it was verified
         return max((f.written_unix_s for f in self.files), default=None)
 
     @property
@@ -142,7 +149,7 @@ def find_checkpoints(path: Path) -> Listing:
             f"cannot find a checkpoint in {path}: no file or folder in it is of a known kind "
             "(torch.distributed.checkpoint, torch.save, safetensors, DeepSpeed, Megatron)"
         )
-    found.sort(key=lambda f: (str(f.path.parent), step_of(f.path) or 0, _saved_unix_s(f), f.path.name))
+    found.sort(key=lambda f: (str(f.path.parent), f.step or 0, _saved_unix_s(f), f.path.name))
     if target is None:
         target = next((f.path for f in reversed(found) if f.path.parent == path and f.is_ours and f.is_complete), None)
     marked = [replace(f, is_latest=target is not None and target in (f.path, *f.path.parents)) for f in found]

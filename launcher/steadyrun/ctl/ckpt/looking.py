@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from steadyrun.checkpoint.catalog import SUPERSEDED_NAME
+from steadyrun.checkpoint.commit import mark_verified
 from steadyrun.checkpoint.contents import (
     Contents,
     Kind,
@@ -18,7 +22,9 @@ from steadyrun.checkpoint.contents import (
     UnusableCheckpointError,
     shard_words,
 )
-from steadyrun.checkpoint.kinds import Found, Listing, find_checkpoints, read_contents, step_of
+from steadyrun.checkpoint.foreign import missing_ranks
+from steadyrun.checkpoint.kinds import Found, Listing, find_checkpoints, read_contents
+from steadyrun.checkpoint.manifest import Manifest, ManifestError, Verified
 from steadyrun.checkpoint.verify import CANNOT_SEE, Report, verify
 from steadyrun.core.errors import ConfigError
 from steadyrun.ctl.ckpt.progress import progress_bar
@@ -57,9 +63,12 @@ def register(commands: Any) -> None:
     show.add_argument("--tensors", action="store_true", help="list each tensor: dtype, shape, shards, size")
     check = _add(commands, "verify", "read all of it and check it", SHOW_VERIFY, run_verify, VERIFY_SCHEMA, nargs="+")
     check.add_argument("--threads", type=int, metavar="N", help="that read and check (default: CPUs, 4 at most)")
+    check.add_argument("--no-mark", action="store_true", help="do not note in a manifest that all of it was verified")
 
 
-SHOW_LS: Final = "Lists the checkpoints at PATH and below, by step, with their kind and size."
+SHOW_LS: Final = """\
+Lists the checkpoints at PATH and below, by step, with their kind and size; of
+those with a manifest of steadyrun also whether they are complete and verified."""
 SHOW_SHOW: Final = """\
 Shows what the lists of contents of a checkpoint say, and whether they add up:
 every shard has its bytes, no gaps, no overlaps, no file missing or too short.
@@ -67,7 +76,9 @@ The data are not read. Nothing is unpickled, so nothing in it can run."""
 SHOW_VERIFY: Final = """\
 Reads the whole of each checkpoint and compares it with what was stored with it:
 the CRC32 of each record that torch stores at a save and never checks at a load,
-the structure of files, dtypes and shapes. Says what has no checksum at all.
+the xxh3-128 of steadyrun's manifest, the structure of files, dtypes and shapes.
+Says what has no checksum at all. A checkpoint with a manifest of which all was
+compared and nothing is wrong is marked as verified: it is kept longer then.
 Nothing is unpickled, so nothing in a checkpoint can run."""
 
 
@@ -99,7 +110,8 @@ def _find(path: Path) -> Listing:
 def run_ls(args: argparse.Namespace, console: Console) -> int:
     """0; 1 when one is incomplete or the pointer to the newest leads nowhere."""
     listing = _find(args.path)
-    code = int(listing.pointer_problem is not None or not all(f.is_complete for f in listing.checkpoints))
+    is_well = all(f.is_complete or f.is_partial for f in listing.checkpoints)
+    code = int(listing.pointer_problem is not None or not is_well)
     if args.json:
         console.json(
             {
@@ -113,18 +125,16 @@ def run_ls(args: argparse.Namespace, console: Console) -> int:
     now = time.time()
     rows = []
     for found in listing.checkpoints:
-        step = step_of(found.path)
-        notes = ["latest"] if found.is_latest else []
-        notes += [] if found.is_complete else [console.styled("incomplete: no .metadata", "red")]
+        step = found.step
         rows.append(
             [
                 plain(_name(found.path, args.path)),
                 "-" if step is None else str(step),
-                WRITERS[found.kind],
+                _writer(found),
                 str(len(found.files)),
                 size(found.size_bytes),
                 ago(found.written_unix_s, now),
-                ", ".join(notes),
+                ", ".join(_states(found, console)),
             ]
         )
     columns = [
@@ -147,16 +157,68 @@ def _name(path: Path, root: Path) -> str:
     return path.name or str(path) if path == root else str(path.relative_to(root))
 
 
+def _writer(found: Found) -> str:
+    return "steadyrun" if found.is_ours else WRITERS[found.kind]
+
+
+def _states(found: Found, console: Console) -> list[str]:
+    """What is worth saying about a checkpoint in a list."""
+    words = ["latest"] if found.is_latest else []
+    if found.manifest is not None:
+        words.append(console.styled("verified", "green") if found.manifest.verified is not None else "complete")
+    if found.is_partial:
+        words.append("being written, or cut off")
+    elif found.manifest_problem is not None:
+        words.append(console.styled(plain(found.manifest_problem), "red"))
+    elif not found.is_complete:
+        words.append(console.styled("incomplete: no .metadata", "red"))
+    if (found.path / SUPERSEDED_NAME).exists():
+        words.append(console.styled("set aside by a rollback", "yellow"))
+    missing = missing_ranks(found.path)
+    if missing:
+        some = ", ".join(map(str, missing[:4])) + (" ..." if len(missing) > 4 else "")
+        words.append(console.styled(f"not committed: waits for ranks {some}", "yellow"))
+    return words
+
+
 def _found_json(found: Found) -> dict[str, Any]:
     return {
         "path": str(found.path),
         "kind": found.kind,
-        "step": step_of(found.path),
+        "step": found.step,
         "files": len(found.files),
         "size_bytes": found.size_bytes,
         "written_at_unix_s": found.written_unix_s,
         "is_latest": found.is_latest,
         "is_complete": found.is_complete,
+        "is_partial": found.is_partial,
+        "is_set_aside": (found.path / SUPERSEDED_NAME).exists(),
+        "waits_for_ranks": missing_ranks(found.path) or (),
+        "manifest": None if found.manifest is None else _manifest_json(found.manifest),
+        "manifest_problem": found.manifest_problem,
+    }
+
+
+def _manifest_json(manifest: Manifest) -> dict[str, Any]:
+    verified = manifest.verified
+    return {
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "run_id": manifest.run_id,
+        "world_size": manifest.world_size,
+        "created_at_unix_s": manifest.created_unix_s,
+        "torch": manifest.torch,
+        "steadyrun": manifest.steadyrun,
+        "is_complete": manifest.complete,
+        "is_foreign": manifest.is_foreign,
+        "verified_at_unix_s": None if verified is None else verified.at_unix_s,
+        "verified_by": None if verified is None else verified.by,
+        "covered": manifest.covered,
+        "not_covered": manifest.not_covered,
+        "samples": manifest.samples,
+        "replicas_compared": manifest.replicas_compared,
+        "skipped_batches": manifest.skipped,
+        "details": manifest.details,
     }
 
 
@@ -166,18 +228,20 @@ def run_show(args: argparse.Namespace, console: Console) -> int:
     listing = _find(args.path)
     if not listing.checkpoints:
         raise ConfigError(f"cannot find a checkpoint in {args.path}: {_problem_words(listing.pointer_problem)}")
-    chosen = next((f for f in listing.checkpoints if f.is_latest), listing.checkpoints[-1])
+    best = [f for f in listing.checkpoints if f.is_latest] or [f for f in listing.checkpoints if f.is_complete]
+    chosen = best[-1] if best else listing.checkpoints[-1]
     contents = _contents(chosen)
     if args.json:
-        console.json(_contents_json(contents, args.tensors))
+        told = None if chosen.manifest is None else _manifest_json(chosen.manifest)
+        console.json({**_contents_json(contents, args.tensors), "step": chosen.step, "manifest": told})
         return int(bool(contents.problems))
     console.print(console.styled(plain(contents.path), "bold"))
     others = len(listing.checkpoints) - 1
     if others:
         console.print(console.styled(f"(of {others + 1} checkpoints in {plain(args.path)})", "dim"))
-    step = step_of(contents.path)
+    step = chosen.step
     written = clock_time(chosen.written_unix_s, with_date=True)
-    facts = {"kind": WRITERS[contents.kind], **({} if step is None else {"step": str(step)}), "written": written}
+    facts = {"kind": _writer(chosen), **({} if step is None else {"step": str(step)}), "written": written}
     facts["files"] = f"{len(contents.files)}, {size(contents.size_bytes)}"
     if contents.tensors or contents.objects:
         shards = sum(len(t.shards) for t in contents.tensors)
@@ -185,6 +249,8 @@ def run_show(args: argparse.Namespace, console: Console) -> int:
         facts["dtypes"] = _dtypes(contents.tensors) or "-"
         facts["objects"] = f"{len(contents.objects)} that are no tensors"
     facts |= contents.details
+    if chosen.manifest is not None:
+        facts |= _manifest_facts(chosen.manifest)
     for name, text in facts.items():
         for line in console.wrapped(plain(text), 18, f"  {name:<16}"):
             console.print(line)
@@ -194,6 +260,24 @@ def run_show(args: argparse.Namespace, console: Console) -> int:
         _print_tensors(contents, console)
     _print_problems(contents.problems, console)
     return int(bool(contents.problems))
+
+
+def _manifest_facts(manifest: Manifest) -> dict[str, str]:
+    verified = manifest.verified
+    when = "not yet" if verified is None else f"{clock_time(verified.at_unix_s, with_date=True)}, by {verified.by}"
+    attempt = f", attempt {manifest.attempt}" if manifest.run_id or manifest.attempt else ""
+    facts = {
+        "committed": f"{clock_time(manifest.created_unix_s, with_date=True)}, by steadyrun {manifest.steadyrun}",
+        "verified": when,
+        "run": f"{manifest.run_id or '-'}{attempt}, {manifest.world_size} ranks, torch {manifest.torch or '-'}",
+        "covered": ", ".join(manifest.covered),
+        "not covered": "; ".join(manifest.not_covered),
+        "mesh": "" if manifest.mesh is None else json.dumps(manifest.mesh),
+        "samples": "" if manifest.samples is None else f"{manifest.samples:,}",
+        "replicas": f"{manifest.replicas_compared} compared before the commit" if manifest.replicas_compared else "",
+        "left out": ", ".join(f"batches {first} to {end - 1}" for first, end in manifest.skipped),
+    }
+    return {name: text for name, text in facts.items() if text}
 
 
 def _contents(found: Found) -> Contents:
@@ -236,7 +320,6 @@ def _contents_json(contents: Contents, with_tensors: bool) -> dict[str, Any]:
         "schema": SHOW_SCHEMA,
         "path": str(contents.path),
         "kind": contents.kind,
-        "step": step_of(contents.path),
         "is_damaged": bool(contents.problems),
         "size_bytes": contents.size_bytes,
         "tensor_count": len(contents.tensors),
@@ -255,7 +338,7 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
     """0; 1 when anything is damaged; 2 when a path holds no checkpoint and nothing else is damaged."""
     if args.threads is not None and not 1 <= args.threads <= 256:
         raise ConfigError(f"cannot verify with {args.threads} threads; give --threads a number from 1 to 256")
-    reports: list[Report] = []
+    reports: list[tuple[Found, Report]] = []
     pointers: list[Problem] = []
     unusable: list[str] = []
     for path in args.path:
@@ -266,17 +349,20 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
             continue
         pointers += [] if listing.pointer_problem is None else [listing.pointer_problem]
         for found in listing.checkpoints:
+            if found.is_partial and len(listing.checkpoints) > 1:
+                continue  # of a save that goes on, or was cut off: nothing says what it should hold
             try:
                 with progress_bar(console, found.path.name, args.json) as update:
-                    reports.append(verify(_contents(found), args.threads, update))
+                    report = _mark(found, verify(_contents(found), args.threads, update), not args.no_mark)
             except ConfigError as e:
                 unusable.append(str(e))
                 continue
+            reports.append((found, report))
             if not args.json:
-                _print_report(reports[-1], console)
-    is_damaged = bool(pointers) or any(r.is_damaged for r in reports)
+                _print_report(report, _writer(found), console)
+    is_damaged = bool(pointers) or any(r.is_damaged for _, r in reports)
     if args.json:
-        told = [_report_json(r) for r in reports]
+        told = [_report_json(r) | {"step": f.step} for f, r in reports]
         console.json(
             {
                 "schema": VERIFY_SCHEMA,
@@ -299,7 +385,19 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
     return 1 if is_damaged else 2 if unusable else 0
 
 
-def _print_report(report: Report, console: Console) -> None:
+def _mark(found: Found, report: Report, is_wanted: bool) -> Report:
+    """Note in the manifest that everything was compared and is right."""
+    if not is_wanted or found.manifest is None or report.problems or report.unverified:
+        return report
+    try:
+        mark_verified(found.path, Verified(time.time(), "verify"))
+    except (OSError, ManifestError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        return dataclasses.replace(report, notes=(*report.notes, f"cannot be marked as verified: {why}"))
+    return report
+
+
+def _print_report(report: Report, writer: str, console: Console) -> None:
     word, colour = ("damaged", "red") if report.is_damaged else ("fine", "green")
     if not report.is_damaged and not report.checked_bytes:
         word, colour = "readable, but cannot be verified", "yellow"
@@ -307,7 +405,7 @@ def _print_report(report: Report, console: Console) -> None:
         word = "fine as far as it can be verified"
     console.print(f"{console.styled(plain(report.path), 'bold')}: {console.styled(word, colour, 'bold')}")
     rate = size(report.read_bytes / report.elapsed_s) if report.elapsed_s > 0 else "-"
-    facts = f"{WRITERS[report.kind]}, {report.tensors} tensors in {report.files} files; {report.records} checksums "
+    facts = f"{writer}, {report.tensors} tensors in {report.files} files; {report.records} checksums "
     facts += f"over {size(report.checked_bytes)}; read {size(report.read_bytes)} in {duration(report.elapsed_s)}"
     for line in console.wrapped(f"{facts} ({rate}/s)", 2, "  "):
         console.print(console.styled(line, "dim"))
@@ -355,7 +453,6 @@ def _report_json(report: Report) -> dict[str, Any]:
     return {
         "path": str(report.path),
         "kind": report.kind,
-        "step": step_of(report.path),
         "is_damaged": report.is_damaged,
         "is_fully_verified": not report.problems and not report.unverified,
         "problems": report.problems,
