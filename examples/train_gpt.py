@@ -264,6 +264,7 @@ def main() -> None:
     train_bytes = len(text) * 19 // 20
     windows, held_out = Windows(text[:train_bytes], arguments.length), Windows(text[train_bytes:], arguments.length)
 
+    arguments.out.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     checkpointer = watch.checkpointer(
         arguments.out / "checkpoints",

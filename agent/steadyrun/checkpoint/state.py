@@ -110,7 +110,9 @@ class State:
         self._plain_parts = plain
         # Random numbers are put back last: what comes before may draw some.
         self._parts: list[Part] = [*self._models, *self._optimizers, *plain, *self._loaders, RngPart(rank, world_size)]
-        self._not_covered = self._find_gaps(model, optimizer, scheduler, loader, scaler)
+        self._not_covered = self._find_gaps(
+            model, optimizer, scheduler, (plain or None) if loader is None else loader, scaler
+        )
 
     def _add_model(self, path: tuple[str, ...], module: Any) -> None:
         if not isinstance(module, nn.Module):
@@ -289,7 +291,7 @@ class State:
         if optimizer is None:
             out.append("no optimizer is given: its moments are not saved")
         if loader is None:
-            out.append("no loader is given: the data position is not saved")
+            out.append("no loader is given, nor anything else that could hold the data position")
         if scheduler is None and _is_scheduled(optimizer):
             out.append("the optimizer has a learning-rate scheduler, which is not given")
         if scaler is None and torch.is_autocast_enabled() and torch.get_autocast_gpu_dtype() is torch.float16:
