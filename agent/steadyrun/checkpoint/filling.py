@@ -82,13 +82,21 @@ class _Payload:
 class Filler:
     """Does jobs of one file, in one thread."""
 
-    def __init__(self, folder: Path, is_verifying: bool, stop: Event) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        is_verifying: bool,
+        stop: Event,
+        piece_bytes: int | None = None,
+        small_bytes: int = _SMALL_BYTES,
+    ) -> None:
         self.folder = folder
         self.is_verifying = is_verifying
         self.checked_bytes = 0
         self.unchecked: list[str] = []  # keys of shards without checksum
-        self._stop = stop
-        self._piece_bytes = _PIECE_BYTES if is_verifying else _UNVERIFIED_PIECE_BYTES
+        self.stop = stop
+        self.piece_bytes = piece_bytes or (_PIECE_BYTES if is_verifying else _UNVERIFIED_PIECE_BYTES)
+        self.small_bytes = small_bytes
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def run(self, file: str, jobs: Sequence[Job]) -> None:
@@ -104,7 +112,7 @@ class Filler:
             raise _damage(self.folder, jobs[0], f"the file cannot be opened: {e.strerror}") from e
         try:
             for job in jobs:
-                if self._stop.is_set():
+                if self.stop.is_set():
                     raise StoppedError
                 _Filling(self, fd, job).run()
         finally:
@@ -139,7 +147,7 @@ class _Filling:
     def run(self) -> None:
         try:
             if self.job.transform is not None:
-                self._fill_by_torch(self.job.transform(self.read(0, self.length_bytes)))
+                self._fill_transformed(self.job.transform)
             elif self.job.record is not None:
                 self._fill_ours(self.job.record)
             else:
@@ -162,7 +170,7 @@ class _Filling:
             raise self._damage("the metadata and the list of checksums do not say the same of it")
         if not isinstance(dtype, torch.dtype) or math.prod(record.sizes) * dtype.itemsize != record.payload_bytes:
             raise self._damage(f"the list of checksums says {record.payload_bytes:,} bytes of {record.dtype}")
-        if self.length_bytes <= _SMALL_BYTES:
+        if self.length_bytes <= self.filler.small_bytes:
             self._know(0, self.length_bytes)
         payload = _Payload(dtype, at, record.payload_bytes, at + record.payload_bytes)
         if not self.is_verifying:
@@ -182,11 +190,11 @@ class _Filling:
             raise self._damage(f"its bytes have the {what} {found}, stored for them is {wanted}", at, size)
 
     def _fill_archive(self) -> None:
-        if self.length_bytes <= _SMALL_BYTES:
+        if self.length_bytes <= self.filler.small_bytes:
             self._know(0, self.length_bytes)
         else:
             self._know(0, _EDGE_BYTES)
-            self._know(self.length_bytes - _EDGE_BYTES, _EDGE_BYTES)
+            self._know(max(self.length_bytes - _EDGE_BYTES, 0), _EDGE_BYTES)
         records = read_records(self.read, self.length_bytes)
         by_name = {record.name: record for record in records}
         payload, data = self._payload(by_name)
@@ -238,6 +246,20 @@ class _Filling:
             raise self._damage(f"it holds {data.size_bytes:,} of the {size:,} bytes that its shape needs")
         return _Payload(dtype, data.offset_bytes, size, data.offset_bytes + data.size_bytes), data
 
+    def _fill_transformed(self, transform: Callable[[bytes], bytes]) -> None:
+        try:
+            content = transform(self.read(0, self.length_bytes))
+        except OSError:
+            raise
+        except Exception as e:  # a decompressor raises what it likes
+            raise self._damage(f"the transform that it was stored with cannot be undone: {e}") from e
+        if self.is_verifying:
+            bad = bad_record(content)
+            if bad is not None:
+                raise self._damage(bad[0])
+            self.filler.checked_bytes += self.length_bytes
+        self._fill_by_torch(content)
+
     def _fill_by_torch(self, content: bytes) -> None:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.job.sizes:
@@ -278,7 +300,7 @@ class _Filling:
         row_bytes = payload.size_bytes // rows if rows else 0
         if row_bytes == 0:
             return
-        at_once = max(min(self.filler._piece_bytes // row_bytes, rows), 1)
+        at_once = max(min(self.filler.piece_bytes // row_bytes, rows), 1)
         buffer = self.filler.buffer(at_once * row_bytes)
         view = _bytes_of(buffer)
         first, last = 0, rows
@@ -319,11 +341,11 @@ class _Filling:
                 if check is not None:
                     check(view)
                 return
-        done, size, step = 0, len(view), self.filler._piece_bytes
+        done, size, step = 0, len(view), self.filler.piece_bytes
         ahead = 0
         while done < size:
             if done >= ahead and size > step:
-                if self.filler._stop.is_set():
+                if self.filler.stop.is_set():
                     raise StoppedError
                 os.posix_fadvise(self.fd, self._start + offset + done, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
                 ahead = done + _AHEAD_BYTES
@@ -339,7 +361,7 @@ class _Filling:
         """Read for the checksum only."""
         if size <= 0:
             return
-        view = _bytes_of(self.filler.buffer(min(size, self.filler._piece_bytes)))
+        view = _bytes_of(self.filler.buffer(min(size, self.filler.piece_bytes)))
         while size > 0:
             part = view[: min(size, len(view))]
             self._read_into(offset, part, check)

@@ -6,13 +6,13 @@ shard and object in that rank's files. Only the fragments that are asked for are
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from pathlib import Path
 from typing import Final
 
 from steadyrun.checkpoint.checksums import xxh3
+from steadyrun.checkpoint.commit import open_manifest
 from steadyrun.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -107,5 +107,5 @@ def open_fragments(folder: Path) -> Fragments | None:
     except FileNotFoundError:
         return None
     except OSError as e:
-        raise ManifestError(f"{MANIFEST_NAME} cannot be read: {os.strerror(e.errno or 0)}") from e
-    return Fragments(folder, Manifest.from_json(text))
+        raise ManifestError(f"{MANIFEST_NAME} cannot be read: {e.strerror or e}") from e
+    return Fragments(folder, open_manifest(text))

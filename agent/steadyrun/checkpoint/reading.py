@@ -42,7 +42,7 @@ from steadyrun.checkpoint.damage import (
 )
 from steadyrun.checkpoint.filling import Filler, Job, StoppedError, Want, bad_record
 from steadyrun.checkpoint.fragments import Fragments, open_fragments
-from steadyrun.checkpoint.manifest import METADATA_NAME, Manifest, ManifestError
+from steadyrun.checkpoint.manifest import METADATA_NAME, Manifest, ManifestError, ObjectRecord
 from steadyrun.checkpoint.torchzip import DamagedArchiveError
 
 __all__ = [
@@ -215,18 +215,27 @@ class Reader(StorageReader):
         verify: see ``load_folder``; whole shards are compared.
         trust: pickles of this folder may run code.
         threads: that read; None: as many as there are CPUs, 4 at most.
+        extensions: torch's ``ExtensionRegistry``, for entries that were stored through extensions that torch does not
+            bring itself.
 
     Raises:
         DamagedFolderError: there is a manifest, and it cannot be read.
     """
 
     def __init__(
-        self, folder: Path | str, *, verify: bool = True, trust: bool = False, threads: int | None = None
+        self,
+        folder: Path | str,
+        *,
+        verify: bool = True,
+        trust: bool = False,
+        threads: int | None = None,
+        extensions: Any = None,
     ) -> None:
         super().__init__()
         self.verify = verify
         self.trust = trust
         self.threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self._extensions = extensions
         self.reset(folder)
 
     # -- what torch calls ----------------------------------------------------------------------------------------------
@@ -457,7 +466,8 @@ class Reader(StorageReader):
         descriptors = getattr(self.metadata.storage_data[item.storage_index], "transform_descriptors", None)
         if not descriptors:
             return None
-        transforms = FileSystemReader(self.folder).transforms
+        more = {} if self._extensions is None else {"_extension_registry": self._extensions}
+        transforms = FileSystemReader(self.folder, **more).transforms
 
         def transform(stored: bytes) -> bytes:
             return transforms.transform_load_stream(item, descriptors, io.BytesIO(stored)).read(-1)
@@ -525,32 +535,35 @@ class Reader(StorageReader):
                 content = _read_all(file, place)
         except OSError as e:
             raise self._damage(key, (), place, f"the file cannot be read: {e.strerror or e}") from e
-        if self.verify:
-            self._check_object(item.storage_index.fqn, place, content)
+        record = self._object_record(item.storage_index.fqn, place)
+        if record is not None and self.verify and (found := xxh3(content)) != record.xxh3:
+            why = f"its bytes have the xxh3 {found}, stored for them is {record.xxh3}"
+            raise self._damage(key, (), place, why)
         transform = self._transform(item)
         if transform is not None:
             content = transform(content)
-        return content
-
-    def _check_object(self, key: str, place: Place, content: bytes) -> None:
-        fragments = self._fragments
-        if fragments is not None and fragments.covers(place.file):
-            try:
-                record = fragments.object(place.file, key)
-            except ManifestError as e:
-                raise DamagedFolderError(self.folder, str(e)) from e
-            if record is None or (record.at_bytes, record.length_bytes) != (place.offset_bytes, place.length_bytes):
-                raise self._damage(key, (), place, "the metadata and the list of checksums do not say the same of it")
-            if (found := xxh3(content)) != record.xxh3:
-                raise self._damage(key, (), place, f"its bytes have the xxh3 {found}, stored for them is {record.xxh3}")
-        else:
+        if record is None and self.verify:
             try:
                 bad = bad_record(content)
             except DamagedArchiveError as e:
                 raise self._damage(key, (), place, f"it is not the archive that torch.save wrote: {e}") from e
             if bad is not None:
                 raise self._damage(key, (), place, bad[0])
-        self.checked_bytes += len(content)
+        if self.verify:
+            self.checked_bytes += len(content)
+        return content
+
+    def _object_record(self, key: str, place: Place) -> ObjectRecord | None:
+        fragments = self._fragments
+        if fragments is None or not fragments.covers(place.file):
+            return None
+        try:
+            record = fragments.object(place.file, key)
+        except ManifestError as e:
+            raise DamagedFolderError(self.folder, str(e)) from e
+        if record is None or (record.at_bytes, record.length_bytes) != (place.offset_bytes, place.length_bytes):
+            raise self._damage(key, (), place, "the metadata and the list of checksums do not say the same of it")
+        return record
 
 
 _ANYWHERE: Final = Place("", 0, 0)
