@@ -37,6 +37,7 @@ __all__ = [
     "Inspected",
     "LeaveAsked",
     "LetGo",
+    "MemoryShort",
     "NodeCommand",
     "NodeEvent",
     "OpenArena",
@@ -254,6 +255,14 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryShort:
+    """The memory of an arena could not be taken in advance."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class PieceWritten:
     key: SaveKey
     rank: int
@@ -325,6 +334,7 @@ NodeEvent = (
     | ArenaRefused
     | ArenaRestored
     | Inspected
+    | MemoryShort
     | PieceWritten
     | PieceFailed
     | StepsRead

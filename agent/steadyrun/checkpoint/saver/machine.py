@@ -41,6 +41,7 @@ from steadyrun.checkpoint.saver.events import (
     Inspected,
     LeaveAsked,
     LetGo,
+    MemoryShort,
     NodeCommand,
     NodeEvent,
     OpenArena,
@@ -284,6 +285,8 @@ class SaverMachine:
                 self._on_restored(event, now_s)
             case Inspected():
                 self._on_inspected(event)
+            case MemoryShort():
+                self._out.append(Report("memory_short", {"rank": event.rank, "why": event.why}, event.why))
             case PieceWritten():
                 self._vote(event.key, event.rank, event.folder, event.written, "", "")
             case PieceFailed():

@@ -1,0 +1,276 @@
+"""The snapshot memory that this saver has: opened, kept, looked through. Called from the loop and from its workers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import xxhash
+
+from steadyrun.checkpoint.arena import (
+    Arena,
+    ArenaError,
+    Slot,
+    SlotState,
+    affordable_slots,
+    available_bytes,
+    memory_needed_bytes,
+)
+from steadyrun.checkpoint.layout import Layout, LayoutError
+from steadyrun.checkpoint.saver.events import (
+    ArenaInfo,
+    ArenaOpened,
+    ArenaRefused,
+    ArenaRestored,
+    Found,
+    Inspected,
+    OpenArena,
+)
+from steadyrun.checkpoint.saver.messages import MessageError, Remembered, SaveKey, decode, encode
+
+__all__ = ["STATE_NAME", "Box", "Memory", "Notebook"]
+
+STATE_NAME: Final = "saver-state"
+_SAME_BUDGET_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class Box:
+    """An arena, and who in this process uses it: it is closed once nobody does.
+
+    Attributes:
+        name: under which the agent keeps its descriptor.
+    """
+
+    arena: Arena
+    info: ArenaInfo
+    name: str
+    users: int = 0
+    is_dropped: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def enter(self) -> bool:
+        """Use it until ``leave``; False when it is being given up."""
+        with self.lock:
+            if self.is_dropped:
+                return False
+            self.users += 1
+            return True
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            is_last = self.is_dropped and self.users == 0
+        if is_last:
+            self.arena.close()
+
+    def drop(self) -> None:
+        with self.lock:
+            self.is_dropped = True
+            is_last = self.users == 0
+        if is_last:
+            self.arena.close()
+
+
+class Memory:
+    """All arenas of this node, by number. The table is for the loop's thread; ``open`` runs in one worker."""
+
+    def __init__(self, available: Callable[[], tuple[int, str]] = available_bytes) -> None:
+        self._available = available
+        self._numbers = itertools.count(1)
+        self._budget: tuple[int, float, int, str] = (-1, 0.0, 0, "")  # attempt, when, bytes, what limits
+        self.boxes: dict[int, Box] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(b.arena.size_bytes for b in self.boxes.values())
+
+    # -- the loop's thread ---------------------------------------------------------------------------------------------
+    def adopt(self, fd: int, name: str) -> ArenaRestored:
+        """Memory that the agent has kept; its sealed slots are held from now on.
+
+        Raises:
+            ArenaError: it is no snapshot memory; *fd* is closed.
+        """
+        try:
+            arena = Arena.attach(fd)
+        except ArenaError:
+            os.close(fd)
+            raise
+        box = self._add(arena, name)
+        arena.control.clear_busy()
+        found = [f for slot in arena.slots if (f := _found(slot)) is not None and slot.hold(f.key.generation)]
+        return ArenaRestored(box.info, tuple(found))
+
+    def _add(self, arena: Arena, name: str) -> Box:
+        number = next(self._numbers)
+        layout = arena.layout
+        info = ArenaInfo(
+            number, layout.rank, layout.world_size, layout.digest(), len(arena.slots), arena.size_bytes, layout
+        )
+        box = self.boxes[number] = Box(arena, info, name)
+        return box
+
+    def add(self, box: Box) -> None:
+        self.boxes[box.info.id] = box
+
+    def drop(self, number: int) -> str | None:
+        """Give it up; gives the name under which the agent keeps it."""
+        box = self.boxes.pop(number, None)
+        if box is None:
+            return None
+        box.drop()
+        return box.name
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+    def open(self, order: OpenArena, known: Sequence[Box]) -> tuple[ArenaOpened | ArenaRefused, Box | None]:
+        """Memory for a rank: what it had before, or new; the box when it is new, to be added by the loop."""
+        try:
+            layout = Layout.from_json(order.text)
+        except LayoutError as e:
+            return ArenaRefused(order.attempt, order.rank, None, str(e)), None
+        if layout.rank != order.rank:
+            why = f"the layout is that of rank {layout.rank}, and rank {order.rank} has sent it"
+            return ArenaRefused(order.attempt, order.rank, None, why), None
+        digest = layout.digest()
+        for box in known:
+            if box.info.digest == digest and box.arena.blob_bytes >= order.blob_bytes:
+                return ArenaOpened(order.attempt, box.info, ""), None
+        needed = memory_needed_bytes(layout, order.blob_bytes, 2) - memory_needed_bytes(layout, order.blob_bytes, 1)
+        free_bytes, limited_by = self._free(order.attempt)
+        slots, why = affordable_slots(needed * order.local_ranks, free_bytes, order.slots, limited_by)
+        if slots < 1:
+            return ArenaRefused(order.attempt, order.rank, layout, why), None
+        try:
+            arena = Arena.create(layout, order.blob_bytes, slots)
+        except (ArenaError, ValueError) as e:
+            return ArenaRefused(order.attempt, order.rank, layout, str(e)), None
+        number = next(self._numbers)
+        info = ArenaInfo(number, layout.rank, layout.world_size, digest, slots, arena.size_bytes, layout)
+        box = Box(arena, info, f"arena-{layout.rank}-{number}-{os.getpid()}")
+        # Every rank would say the same: the first one of the node says it, and whoever got less.
+        return ArenaOpened(order.attempt, info, why if slots < order.slots or order.rank == 0 else ""), box
+
+    def _free(self, attempt: int) -> tuple[int, str]:
+        """What is free for all ranks of this node together; asked once for those that ask at the same time, since what
+        the first ones got is already being taken."""
+        now_s = time.monotonic()
+        of_attempt, at_s, free_bytes, limited_by = self._budget
+        if of_attempt != attempt or now_s > at_s + _SAME_BUDGET_S:
+            free_bytes, limited_by = self._available()
+            self._budget = (attempt, now_s, free_bytes, limited_by)
+        return free_bytes, limited_by
+
+    @staticmethod
+    def inspect(box: Box) -> Inspected:
+        """Compare every sealed slot with its checksums; what has none yet gets them."""
+        good: list[Found] = []
+        damaged: list[tuple[SaveKey, str]] = []
+        if box.enter():
+            try:
+                for slot in box.arena.slots:
+                    _inspect_slot(slot, good, damaged)
+            finally:
+                box.leave()
+        return Inspected(box.info.id, tuple(good), tuple(damaged))
+
+    @staticmethod
+    def take_digests(box: Box, number: int, generation: int) -> None:
+        """Of a slot that still holds that save, where they are missing."""
+        if not box.enter():
+            return
+        try:
+            slot = box.arena.slots[number]
+            if slot.hold(generation):
+                try:
+                    slot.compute_digests()
+                finally:
+                    slot.let_go()
+        finally:
+            box.leave()
+
+
+def _found(slot: Slot) -> Found | None:
+    view = slot.view()
+    if view.state is not SlotState.SEALED:
+        return None
+    return Found(slot.number, SaveKey(view.attempt, view.generation, view.step), view.created_unix_s)
+
+
+def _inspect_slot(slot: Slot, good: list[Found], damaged: list[tuple[SaveKey, str]]) -> None:
+    view = slot.view()
+    key = SaveKey(view.attempt, view.generation, view.step)
+    if view.state is SlotState.DAMAGED:
+        damaged.append((key, f"the header of slot {slot.number} is damaged"))
+        return
+    if view.state is not SlotState.SEALED or not slot.hold(view.generation):
+        return
+    try:
+        try:
+            if any(d is None for d in slot.digests()):
+                slot.compute_digests()
+        except ArenaError:
+            pass  # a damaged table; verify says so
+        found = slot.verify()
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            damaged.append((key, found[0].why + more))
+        else:
+            good.append(Found(slot.number, key, view.created_unix_s))
+    finally:
+        slot.let_go()
+
+
+class Notebook:
+    """A small memory file that the agent keeps for the next saver: the newest ``Remembered``, whole or the one before.
+
+    Two halves, written in turn: number, length, checksum, content.
+    """
+
+    _HALF_BYTES: Final = 4 << 20
+    _HEAD_BYTES: Final = 32
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._number = 0
+
+    @classmethod
+    def create(cls) -> Notebook:
+        fd = os.memfd_create("steadyrun-saver-state", os.MFD_CLOEXEC)
+        os.ftruncate(fd, 2 * cls._HALF_BYTES)
+        return cls(fd)
+
+    def write(self, remembered: Remembered) -> None:
+        data = encode(remembered)
+        if len(data) > self._HALF_BYTES - self._HEAD_BYTES:
+            return  # cannot be: a few dozen saves
+        self._number += 1
+        head = self._number.to_bytes(8, "little") + len(data).to_bytes(8, "little")
+        at = self._number % 2 * self._HALF_BYTES
+        os.pwrite(self.fd, head + xxhash.xxh3_128_digest(head + data) + data, at)
+
+    def read(self) -> Remembered:
+        """The newest that is whole; nothing when there is none."""
+        best: Remembered | None = None
+        for at in (0, self._HALF_BYTES):
+            head = os.pread(self.fd, self._HEAD_BYTES, at)
+            if len(head) < self._HEAD_BYTES:
+                continue
+            number, length = int.from_bytes(head[:8], "little"), int.from_bytes(head[8:16], "little")
+            if number <= self._number or length > self._HALF_BYTES:
+                continue
+            data = os.pread(self.fd, length, at + self._HEAD_BYTES)
+            if xxhash.xxh3_128_digest(head[:16] + data) != head[16:]:
+                continue
+            try:
+                found = decode(data)
+            except MessageError:
+                continue
+            if isinstance(found, Remembered):
+                best, self._number = found, number
+        return best or Remembered()

@@ -1,0 +1,270 @@
+"""What the saver does on storage. Each function is one job for a worker thread and gives the event that tells of it.
+
+Storage may be slow, full or gone; a job then takes as long as it takes, and its event says what was wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from steadyrun.checkpoint import commit, quarantine
+from steadyrun.checkpoint.arena import ArenaError
+from steadyrun.checkpoint.catalog import CatalogError, Listed, list_checkpoints
+from steadyrun.checkpoint.choose import FolderOffer, Quarantined
+from steadyrun.checkpoint.dcpfile import metadata_bytes
+from steadyrun.checkpoint.manifest import Fragment, Manifest, ManifestError
+from steadyrun.checkpoint.planning import plan
+from steadyrun.checkpoint.retention import Keep, Pruned, prune
+from steadyrun.checkpoint.saver.coordinator import (
+    AbandonFolder,
+    CommitFolder,
+    CommitRefused,
+    FolderCommitted,
+    FolderOpened,
+    FolderRefused,
+    FoldersListed,
+    ListFolders,
+    MakePlan,
+    OpenFolder,
+    PlanMade,
+    Prune,
+)
+from steadyrun.checkpoint.saver.events import PieceFailed, PieceWritten, WritePiece
+from steadyrun.checkpoint.saver.memory import Box
+from steadyrun.checkpoint.saves import TierName
+from steadyrun.checkpoint.shardfile import RateLimit, WriteError, WriteOptions, Written, write_rank_files
+from steadyrun.core.errors import SteadyrunError
+
+__all__ = [
+    "PieceWriter",
+    "abandon_folder",
+    "commit_folder",
+    "list_folders",
+    "lower_priority",
+    "make_plan",
+    "open_folder",
+    "prune_folder",
+]
+
+_NICE: Final = 10
+_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS: Final = 1
+_IOPRIO_IDLE: Final = 3 << 13
+
+
+class _CancelledError(Exception):
+    """The save was given up meanwhile."""
+
+
+def lower_priority() -> None:
+    """Let training go first, for the calling thread: processor and disk."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+
+
+class PieceWriter:
+    """Writes pieces of saves; several threads may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled: set[object] = set()
+        self._rates: dict[float, RateLimit] = {}
+        self.done_bytes = 0
+        self.total_bytes = 0
+
+    def cancel(self, key: object) -> None:
+        """Stop writing that save, soon."""
+        with self._lock:
+            self._cancelled.add(key)
+            if len(self._cancelled) > 64:
+                self._cancelled = {key}
+
+    def _rate(self, most_bytes_per_s: float | None) -> RateLimit | None:
+        """One for all writers of the node."""
+        if most_bytes_per_s is None:
+            return None
+        with self._lock:
+            if most_bytes_per_s not in self._rates:
+                self._rates = {most_bytes_per_s: RateLimit(most_bytes_per_s)}
+            return self._rates[most_bytes_per_s]
+
+    def write(self, order: WritePiece, box: Box) -> PieceWritten | PieceFailed:
+        """Write one rank's files from its slot, and note the checksums that were taken on the way."""
+
+        def failed(reason: str, why: str) -> PieceFailed:
+            return PieceFailed(order.key, order.rank, order.folder, reason, why)
+
+        if not box.enter():
+            return failed("lost", "its snapshot memory was given up")
+        try:
+            slot = box.arena.slots[order.slot]
+            if not slot.hold(order.key.generation):
+                return failed("lost", "its snapshot was overwritten before it was written")
+            try:
+                folder = Path(order.folder)
+
+                def progress(done_bytes: int, total_bytes: int) -> None:
+                    if order.key in self._cancelled:
+                        raise _CancelledError
+                    self.done_bytes, self.total_bytes = done_bytes, total_bytes
+
+                options = WriteOptions(
+                    read_back=order.options.read_back, rate=self._rate(order.options.most_bytes_per_s)
+                )
+                written = write_rank_files(
+                    folder, box.arena.layout, order.part, slot.payload, slot.blobs(), options, progress
+                )
+                slot.record_digests(written.digests)
+                slot.compute_digests()  # of what others have written, and of the objects
+            finally:
+                slot.let_go()
+        except _CancelledError:
+            return failed("cancelled", "the save was given up")
+        except WriteError as e:
+            return failed(e.reason.value, str(e))
+        except ArenaError as e:
+            return failed("memory", str(e))
+        except (OSError, SteadyrunError, ValueError) as e:
+            return failed("other", f"cannot write to {order.folder}: {type(e).__name__}: {e}")
+        finally:
+            box.leave()
+        return PieceWritten(order.key, order.rank, order.folder, _light(written))
+
+
+def _light(written: Written) -> Written:
+    """What the coordinator needs of it; the checksums are in the folder."""
+    return Written(
+        written.files,
+        Fragment(written.fragment.rank, (), ()),
+        written.replica_digests,
+        {},
+        written.objects,
+        written.shards,
+        written.cpu_s,
+        written.elapsed_s,
+    )
+
+
+# -- the coordinator's -------------------------------------------------------------------------------------------------
+def open_folder(order: OpenFolder) -> FolderOpened | FolderRefused:
+    """A new folder for a save, unless that very save is committed already: this saver may have died right after."""
+    root = Path(order.options.root)
+    key = order.key
+    try:
+        for listed in list_checkpoints(root):
+            manifest = listed.manifest
+            if manifest is None or not listed.is_complete:
+                continue
+            same = (manifest.step, manifest.attempt, manifest.run_id) == (key.step, key.attempt, order.run_id)
+            if same and manifest.details.get("generation") == key.generation:
+                return FolderOpened(key, str(listed.path), str(listed.path))
+        return FolderOpened(key, str(commit.begin(root, key.step, key.attempt)))
+    except OSError as e:
+        error = WriteError.of(f"a folder for step {key.step} in {root}", e)
+        return FolderRefused(key, error.reason.value, str(error))
+    except SteadyrunError as e:
+        return FolderRefused(key, "gone" if isinstance(e, CatalogError) else "other", str(e))
+
+
+def make_plan(order: MakePlan) -> PlanMade:
+    try:
+        return PlanMade(order.plan_id, plan(order.layouts))
+    except SteadyrunError as e:
+        return PlanMade(order.plan_id, None, str(e))
+
+
+def abandon_folder(order: AbandonFolder) -> None:
+    commit.abandon(Path(order.folder))
+
+
+def commit_folder(order: CommitFolder) -> FolderCommitted | CommitRefused:
+    key = order.key
+    first = order.layouts[0].details
+    try:
+        manifest = Manifest(
+            step=key.step,
+            attempt=key.attempt,
+            run_id=order.run_id,
+            world_size=len(order.layouts),
+            created_unix_s=order.created_unix_s,
+            torch=str(first.get("torch", "")),
+            steadyrun=str(first.get("steadyrun", "")),
+            files=tuple(f for w in order.written for f in w.files),
+            covered=_texts(first, "covered"),
+            not_covered=_texts(first, "not_covered"),
+            mesh=first.get("mesh"),
+            samples=first.get("samples"),
+            replicas_compared=len(order.plan.groups),
+            skipped=tuple((int(a), int(b)) for a, b in first.get("skipped", ())),
+            details={"written_by": "saver", "generation": key.generation},
+        )
+        metadata = metadata_bytes(order.plan, order.layouts, order.written)
+        path = commit.commit(Path(order.options.root), Path(order.folder), manifest, metadata)
+    except commit.CommitError as e:
+        cause = e.__cause__
+        reason = WriteError.of("", cause).reason.value if isinstance(cause, OSError) else "commit"
+        return CommitRefused(key, reason, str(e))
+    except (SteadyrunError, OSError, ValueError, TypeError) as e:
+        return CommitRefused(key, "commit", f"cannot commit step {key.step}: {type(e).__name__}: {e}")
+    return FolderCommitted(key, str(path), manifest.size_bytes + len(metadata))
+
+
+def _texts(details: Mapping[str, object], name: str) -> tuple[str, ...]:
+    values = details.get(name, ())
+    return tuple(str(v) for v in values) if isinstance(values, (list, tuple)) else ()
+
+
+def list_folders(order: ListFolders) -> FoldersListed:
+    root = Path(order.options.root)
+    why = ""
+    listed: tuple[Listed, ...] = ()
+    try:
+        listed = list_checkpoints(root)
+    except CatalogError as e:
+        why = str(e)
+    quarantined: tuple[Quarantined, ...] = ()
+    try:
+        quarantined = quarantine.read(root).quarantined()
+    except quarantine.QuarantineError as e:
+        why = why or str(e)
+    offers = tuple(
+        FolderOffer(
+            tier=TierName.SHARED,
+            step=c.step,
+            attempt=c.attempt,
+            path=str(c.path),
+            world_size=c.manifest.world_size if c.manifest is not None else 0,
+            verified=c.is_verified,
+            problem=c.problem or "",
+            superseded=c.is_superseded,
+            saved_unix_s=c.manifest.created_unix_s if c.manifest is not None else 0.0,
+        )
+        for c in listed
+    )
+    skipped = {str(c.path): c.manifest.skipped for c in listed if c.manifest is not None and c.manifest.skipped}
+    return FoldersListed(order.attempt, order.round, offers, quarantined, skipped_by_path=skipped, why=why)
+
+
+def prune_folder(order: Prune) -> Pruned:
+    """Retention; what cannot be removed is tried again after the next save."""
+    root = Path(order.options.root)
+    try:
+        poisoned: tuple[Path, ...] = ()
+        with contextlib.suppress(quarantine.QuarantineError):
+            poisoned = quarantine.read(root).among(list_checkpoints(root))
+        keep = Keep(order.options.keep, order.options.keep_every)
+        in_use = [Path(p) for p in order.in_use]
+        return prune(root, keep, in_use, quarantined=poisoned)
+    except (SteadyrunError, OSError, ManifestError) as e:
+        return Pruned(failed=((root, str(e)),))
