@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from steadyrun.checkpoint.manifest import ShardRecord
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
@@ -166,6 +167,7 @@ class Piece:
         key: the tensor or object in it; None where the piece itself has to say.
         no_checksum: why its bytes cannot be compared with anything, None where they can or where that shows later.
         xxh3: what the xxh3-128 of the whole piece must be, by a manifest; then nothing else of it is looked at.
+        record: what our manifest says of the shard in it; then this is compared, and not the CRC32 of torch.
     """
 
     place: Place
@@ -175,6 +177,7 @@ class Piece:
     expected: Expected | None = None
     no_checksum: str | None = None
     xxh3: str | None = None
+    record: ShardRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,15 @@ from steadyrun.checkpoint.contents import (
     Tensor,
     UnusableCheckpointError,
 )
-from steadyrun.checkpoint.manifest import MANIFEST_NAME, MANIFEST_SCHEMA, FolderName, Manifest, ManifestError
+from steadyrun.checkpoint.fragments import Fragments
+from steadyrun.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MANIFEST_SCHEMA,
+    METADATA_NAME,
+    FolderName,
+    Manifest,
+    ManifestError,
+)
 
 __all__ = ["Found", "Listing", "find_checkpoints", "read_contents", "step_of"]
 
@@ -292,6 +300,8 @@ def read_contents(found: Found) -> Contents:
         parts.problems.append(Problem(ProblemKind.METADATA, found.manifest_problem, MANIFEST_NAME))
     if found.manifest is not None:
         _compare_manifest(parts, found.manifest, files)
+        if found.is_ours:
+            parts.pieces = list(_with_checksums(parts, Fragments(found.path, found.manifest)))
     return parts.contents(found.path, found.kind, files)
 
 
@@ -399,6 +409,28 @@ def _compare_manifest(parts: _Parts, manifest: Manifest, files: Sequence[FileInf
     more = [f.name for f in files if f.name not in {r.name for r in manifest.files} and f.name != MANIFEST_NAME]
     if more:
         parts.notes.append(f"not in {MANIFEST_NAME}, so added after the commit: {_some(more)}")
+
+
+def _with_checksums(parts: _Parts, fragments: Fragments) -> Iterator[Piece]:
+    """The pieces, each with what the manifest says of it."""
+    for piece in parts.pieces:
+        file, key = piece.place.file, piece.key
+        if key is None or not fragments.covers(file):
+            yield piece
+            continue
+        try:
+            shard = None if piece.shard_offsets is None else fragments.shard(file, key, piece.shard_offsets)
+            stored = fragments.object(file, key) if piece.shard_offsets is None else None
+        except ManifestError:
+            yield piece  # the fragment itself is damaged or missing, which is told; there is still the CRC32 of torch
+            continue
+        record = shard or stored
+        if record is None or Place(file, record.at_bytes, record.length_bytes) != piece.place:
+            text = f"{METADATA_NAME} and {MANIFEST_NAME} do not say the same of it"
+            parts.problems.append(Problem(ProblemKind.MISMATCH, text, file, (key,), piece.shard_offsets))
+            yield piece
+        else:
+            yield replace(piece, record=shard, xxh3=None if stored is None else stored.xxh3)
 
 
 def _dcp_notes(parts: _Parts, files: Sequence[FileInfo], metadata: FileInfo, referenced: set[str]) -> None:

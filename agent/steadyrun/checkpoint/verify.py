@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from steadyrun.checkpoint.checksums import Xxh3
-from steadyrun.checkpoint.contents import Contents, Encoding, Kind, Piece, Problem, ProblemKind
-from steadyrun.checkpoint.manifest import MANIFEST_NAME
+from steadyrun.checkpoint.checksums import Xxh3, crc32
+from steadyrun.checkpoint.contents import Contents, Encoding, Expected, Kind, Piece, Problem, ProblemKind
+from steadyrun.checkpoint.manifest import MANIFEST_NAME, ShardRecord
 from steadyrun.checkpoint.pickles import PickleError
 from steadyrun.checkpoint.torchzip import (
     DamagedArchiveError,
@@ -30,7 +29,7 @@ from steadyrun.checkpoint.torchzip import (
     stored_value,
 )
 
-__all__ = ["CANNOT_SEE", "Progress", "Report", "Unverified", "default_threads", "verify"]
+__all__ = ["Progress", "Report", "Unverified", "cannot_see", "default_threads", "verify"]
 
 # Called by any thread, one at a time: bytes done, bytes in all.
 Progress = Callable[[int, int], None]
@@ -38,6 +37,9 @@ Progress = Callable[[int, int], None]
 CANNOT_SEE: Final = (
     "Checksums show damaged bytes, not wrong ones: a file of another step with the same layout, "
     "or values that were wrong when they were saved, pass."
+)
+CANNOT_SEE_OURS: Final = (
+    "Each byte is what was saved, as the manifest has it; values that were wrong when they were saved pass."
 )
 NO_CHECKSUM_SWITCHED_OFF: Final = "torch.save was told to store no CRC32"
 NO_CHECKSUM_COMPRESSED: Final = "compressed records (code of TorchScript) are not checked"
@@ -65,6 +67,7 @@ class Report:
         checked_bytes: of them, compared with a checksum.
         records: checksums that were compared.
         elapsed_s: seconds that it took.
+        is_by_manifest: all of it was compared with a manifest of steadyrun, which also tells steps apart.
     """
 
     path: Path
@@ -78,6 +81,7 @@ class Report:
     checked_bytes: int
     records: int
     elapsed_s: float
+    is_by_manifest: bool = False
 
     @property
     def is_damaged(self) -> bool:
@@ -87,6 +91,11 @@ class Report:
 def default_threads() -> int:
     """As many as the CPUs that this process may use, 4 at most: more seldom read faster."""
     return min(len(os.sched_getaffinity(0)), 4)
+
+
+def cannot_see(reports: Sequence[Report]) -> str:
+    """What may be wrong although nothing was found; one sentence for all of them."""
+    return CANNOT_SEE_OURS if reports and all(r.is_by_manifest for r in reports) else CANNOT_SEE
 
 
 def verify(contents: Contents, threads: int | None = None, progress: Progress | None = None) -> Report:
@@ -124,7 +133,13 @@ def verify(contents: Contents, threads: int | None = None, progress: Progress | 
         sum(r.checked_bytes for r in results),
         sum(r.records for r in results),
         time.monotonic() - started_s,
+        _is_by_manifest(contents.pieces),
     )
+
+
+def _is_by_manifest(pieces: Sequence[Piece]) -> bool:
+    whole = {piece.place.file for piece in pieces if piece.xxh3 is not None and piece.key is None}
+    return bool(pieces) and all(p.record or p.xxh3 or p.place.file in whole for p in pieces)
 
 
 def _tasks(pieces: Sequence[Piece]) -> Iterator[tuple[str, list[Piece]]]:
@@ -209,7 +224,9 @@ class _Check:
 
     def run(self) -> None:
         try:
-            if self.piece.xxh3 is not None:
+            if self.piece.record is not None:
+                self._check_shard(self.piece.record)
+            elif self.piece.xxh3 is not None:
                 self._check_digest(self.piece.xxh3)
             elif self.piece.encoding is Encoding.TORCH_ZIP:
                 self._check_archive()
@@ -262,8 +279,34 @@ class _Check:
         self.result.records += 1
         self.result.checked_bytes += self.place.length_bytes
         if (found := digest.digest()) != wanted:
-            text = f"its xxh3 is {found}, by {MANIFEST_NAME} it is {wanted}: it is not the file that was committed"
+            what = "the file" if self.piece.key is None else "what"
+            text = f"its xxh3 is {found}, by {MANIFEST_NAME} it is {wanted}: it is not {what} that was committed"
             self._problem(ProblemKind.CHECKSUM, text, 0, self.place.length_bytes)
+
+    def _check_shard(self, record: ShardRecord) -> None:
+        """The tensor's own bytes, and the archive around them."""
+        self.result.tensors += 1
+        at, size = record.payload_at_bytes - self.place.offset_bytes, record.payload_bytes
+        expected = Expected(record.dtype, record.sizes)
+        if not 0 <= at <= at + size <= self.place.length_bytes or self.piece.expected not in (None, expected):
+            text = f"the list of checksums says {record.dtype} of shape {list(record.sizes)} at byte {at:,} of it"
+            self._problem(ProblemKind.MISMATCH, text, 0, None)
+            return
+        around, payload = Xxh3(), Xxh3()
+        for hasher, first, last in ((around, 0, at), (payload, at, at + size), (around, at + size, None)):
+            end = self.place.length_bytes if last is None else last
+            for chunk in self._chunks(first, end - first):
+                hasher.update(chunk)
+        self.result.records += 2
+        self.result.checked_bytes += self.place.length_bytes
+        for what, found, wanted, first, length in (
+            ("the tensor's bytes", payload.digest(), record.xxh3, at, size),
+            ("the archive around the tensor", around.digest(), record.archive_xxh3, 0, self.place.length_bytes),
+        ):
+            if found != wanted:
+                zeros = self._zero_pages(first, length) if what.startswith("the tensor") else ""
+                text = f"{what}: their xxh3 is {found}, by {MANIFEST_NAME} it is {wanted}{zeros}"
+                self._problem(ProblemKind.CHECKSUM, text, first, length)
 
     # -- an archive of torch.save ----------------------------------------------------------------------------------
     def _check_archive(self) -> None:
@@ -292,7 +335,7 @@ class _Check:
         for tensor in tensors:
             keys_of.setdefault(tensor.record, []).append(tensor.key)
         for record, crc in bad:
-            zeros = self._zero_pages(record)
+            zeros = self._zero_pages(record.offset_bytes, record.size_bytes)
             text = (
                 f"the bytes of record {record.name} have CRC32 {crc:08x}, stored with them is {record.crc32:08x}{zeros}"
             )
@@ -306,7 +349,7 @@ class _Check:
     def _crc32(self, record: Record) -> int:
         crc = 0
         for chunk in self._chunks(record.offset_bytes, record.size_bytes):
-            crc = zlib.crc32(chunk, crc)
+            crc = crc32(chunk, crc)
         return crc
 
     def _value(self, data_pkl: Record) -> StoredValue | None:
@@ -336,13 +379,13 @@ class _Check:
             text = f"holds {have}, by the metadata it is {want.dtype} of shape {list(want.sizes)}"
             self._problem(ProblemKind.MISMATCH, text, 0, None)
 
-    def _zero_pages(self, record: Record) -> str:
-        """Says how many whole pages of a damaged record are zero: lost writes look like that."""
-        start = self.place.offset_bytes + record.offset_bytes
+    def _zero_pages(self, offset_bytes: int, size_bytes: int) -> str:
+        """Says how many whole pages of a damaged range are zero: lost writes look like that."""
+        start = self.place.offset_bytes + offset_bytes
         first = -(-start // _PAGE_BYTES) * _PAGE_BYTES
         zero = bytes(_PAGE_BYTES)
         found, first_zero, at = 0, 0, first
-        while at + _PAGE_BYTES <= start + record.size_bytes:
+        while at + _PAGE_BYTES <= start + size_bytes:
             if os.pread(self.fd, _PAGE_BYTES, at) == zero:
                 first_zero = first_zero or at
                 found += 1

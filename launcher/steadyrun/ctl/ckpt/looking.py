@@ -25,7 +25,7 @@ from steadyrun.checkpoint.contents import (
 from steadyrun.checkpoint.foreign import missing_ranks
 from steadyrun.checkpoint.kinds import Found, Listing, find_checkpoints, read_contents
 from steadyrun.checkpoint.manifest import Manifest, ManifestError, Verified
-from steadyrun.checkpoint.verify import CANNOT_SEE, Report, verify
+from steadyrun.checkpoint.verify import Report, cannot_see, verify
 from steadyrun.core.errors import ConfigError
 from steadyrun.ctl.ckpt.progress import progress_bar
 from steadyrun.ctl.console import Column, Console, ago, clock_time, duration, plain, size
@@ -370,7 +370,7 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
                 "checkpoints": told,
                 "pointer_problems": pointers,
                 "unusable": unusable,
-                "cannot_see": CANNOT_SEE,
+                "cannot_see": cannot_see([r for _, r in reports]),
             }
         )
     else:
@@ -380,7 +380,7 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
             for line in console.wrapped(plain(text)):
                 console.print(console.styled(line, "red"))
         if reports:
-            for line in console.wrapped(CANNOT_SEE):
+            for line in console.wrapped(cannot_see([r for _, r in reports])):
                 console.print(console.styled(line, "dim"))
     return 1 if is_damaged else 2 if unusable else 0
 
