@@ -123,6 +123,15 @@ class Wire:
 
     def poll(self) -> list[dict[str, Any]]:
         """The messages that are there, without waiting. Raises WireClosedError once all of them were handed out."""
+        timeout_s = self._sock.gettimeout()
+        # With a timeout set, Python waits for the socket by itself before it calls recvmsg, whatever the flags say.
+        self._sock.settimeout(0.0)
+        try:
+            return self._poll()
+        finally:
+            self._sock.settimeout(timeout_s)
+
+    def _poll(self) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = []
         while True:
             message = self._next()
