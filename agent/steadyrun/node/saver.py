@@ -261,7 +261,7 @@ class SaverKeeper:
             case "journal":
                 fields = message.get("fields")
                 if isinstance(fields, Mapping):
-                    self._record(str(message.get("type", "saver")), **{str(k): v for k, v in fields.items()})
+                    self._record(str(message.get("type", "saver")), **_journal_fields(fields))
             case "restored":
                 self._restored = (int(message.get("attempt", -1)), int(message.get("older", 0)))
             case "flushed":
@@ -312,3 +312,10 @@ class SaverKeeper:
                 self._watcher.unwatch(self._wire.fileno())
             self._wire.close()
             self._wire = None
+
+
+def _journal_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """A saver's fields beside those that every record has; its attempt is the save's, which may be an older one."""
+    renamed = {"attempt": "save_attempt"}
+    named = {renamed.get(str(k), str(k)): v for k, v in fields.items()}
+    return {k: v for k, v in named.items() if k not in ("v", "type", "type_", "at_unix_s", "at_s", "node")}
