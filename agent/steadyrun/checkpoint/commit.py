@@ -88,7 +88,7 @@ def open_manifest(data: bytes, name: str = MANIFEST_NAME) -> Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, after a look at the folder: every file is there in full length, and ``.metadata``
-    and other small files have the content that was committed. The tensors themselves are not read.
+    has the content that was committed. Tensors, objects and their checksums are not read.
 
     Raises:
         ManifestError: there is none, or something of this is not so; the text names the file.

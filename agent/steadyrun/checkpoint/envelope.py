@@ -47,6 +47,7 @@ _END: Final = struct.Struct("<4s4H2IH")
 _END_64: Final = struct.Struct("<4sQ2H2I4Q")
 _END_64_PLACE: Final = struct.Struct("<4sIQI")
 _SIZES_64: Final = struct.Struct("<2H2Q")
+_PADDING: Final = struct.Struct("<2H")
 _MOST_32: Final = 0xFFFFFFFF
 _UTF8: Final = 0x0800
 _SIZES_FOLLOW: Final = 0x0008
@@ -61,32 +62,29 @@ def is_storable(dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stands before and behind a payload.
+    """What stands before and behind a payload; small itself, the bytes are made when they are asked for."""
 
-    Attributes:
-        prefix: the archive up to the payload.
-    """
-
-    prefix: bytes
     payload_bytes: int
+    padding_bytes: int
+    _records: bytes
     _directory: bytes
-    _data_at_bytes: int
 
     @property
-    def suffix_bytes(self) -> int:
-        """The length of what ``suffix`` returns."""
-        size_bytes = len(self._directory) + _CENTRAL.size + len(_DATA) + _END.size
-        if self.payload_bytes >= _MOST_32:
-            return size_bytes + _SIZES_64.size + _DESCRIPTOR_64.size + _END_64.size + _END_64_PLACE.size
-        # Just below 4 GiB the directory alone lies beyond them.
-        directory_at = len(self.prefix) + self.payload_bytes + _DESCRIPTOR.size
-        is_far = directory_at >= _MOST_32
-        size_bytes += _DESCRIPTOR.size if self.payload_bytes else 0
-        return size_bytes + (_END_64.size + _END_64_PLACE.size if is_far else 0)
+    def prefix(self) -> bytes:
+        """The archive up to the payload."""
+        size_bytes = self.payload_bytes
+        extra = b""
+        if size_bytes >= _MOST_32:
+            extra = _SIZES_64.pack(1, 16, size_bytes, size_bytes)
+        if size_bytes:
+            extra += _PADDING.pack(_PADDING_ID, self.padding_bytes) + bytes(self.padding_bytes)
+        shown = _MOST_32 if size_bytes >= _MOST_32 else 0
+        return self._records + _local(_DATA, self._flags, 0, shown, extra)
 
     @property
-    def length_bytes(self) -> int:
-        return len(self.prefix) + self.payload_bytes + self.suffix_bytes
+    def prefix_bytes(self) -> int:
+        """The length of ``prefix``."""
+        return len(self._records) + _header_bytes(self.payload_bytes) + self.padding_bytes
 
     def suffix(self, crc32: int) -> bytes:
         """The archive behind the payload, whose CRC32 this is."""
@@ -98,10 +96,29 @@ class Envelope:
         follow = b""
         if size_bytes:
             follow = (_DESCRIPTOR_64 if is_large else _DESCRIPTOR).pack(b"PK\x07\x08", crc32, size_bytes, size_bytes)
-        flags = _UTF8 | (_SIZES_FOLLOW if size_bytes else 0)
-        entry = _central(_DATA, flags, crc32, shown, self._data_at_bytes, extra)
-        directory_at = len(self.prefix) + size_bytes + len(follow)
+        entry = _central(_DATA, self._flags, crc32, shown, len(self._records), extra)
+        directory_at = self.prefix_bytes + size_bytes + len(follow)
         return follow + self._directory + entry + _end(directory_at, len(self._directory) + len(entry))
+
+    @property
+    def suffix_bytes(self) -> int:
+        """The length of what ``suffix`` returns."""
+        size_bytes = len(self._directory) + _CENTRAL.size + len(_DATA) + _END.size
+        far_bytes = _END_64.size + _END_64_PLACE.size
+        if self.payload_bytes >= _MOST_32:
+            return size_bytes + _SIZES_64.size + _DESCRIPTOR_64.size + far_bytes
+        size_bytes += _DESCRIPTOR.size if self.payload_bytes else 0
+        # Just below 4 GiB the directory alone lies beyond them.
+        is_far = self.prefix_bytes + self.payload_bytes + _DESCRIPTOR.size >= _MOST_32
+        return size_bytes + (far_bytes if is_far else 0)
+
+    @property
+    def length_bytes(self) -> int:
+        return self.prefix_bytes + self.payload_bytes + self.suffix_bytes
+
+    @property
+    def _flags(self) -> int:
+        return _UTF8 | (_SIZES_FOLLOW if self.payload_bytes else 0)
 
 
 def envelope(dtype: str, sizes: Sequence[int], payload_bytes: int, at_bytes: int) -> Envelope:
@@ -114,15 +131,18 @@ def envelope(dtype: str, sizes: Sequence[int], payload_bytes: int, at_bytes: int
         ValueError: a dtype that is not storable.
     """
     records, directory = _first_records(dtype, tuple(sizes), payload_bytes)
-    shown, extra = 0, b""
-    if payload_bytes >= _MOST_32:
-        shown, extra = _MOST_32, _SIZES_64.pack(1, 16, payload_bytes, payload_bytes)
+    padding = 0
     if payload_bytes:  # an empty payload needs no page of its own
-        begin = at_bytes + len(records) + _LOCAL.size + len(_DATA) + len(extra) + 4
-        pad = -begin % ALIGN_BYTES
-        extra += struct.pack("<2H", _PADDING_ID, pad) + bytes(pad)
-    prefix = records + _local(_DATA, _UTF8 | (_SIZES_FOLLOW if payload_bytes else 0), 0, shown, extra)
-    return Envelope(prefix, payload_bytes, directory, len(records))
+        padding = -(at_bytes + len(records) + _header_bytes(payload_bytes)) % ALIGN_BYTES
+    return Envelope(payload_bytes, padding, records, directory)
+
+
+def _header_bytes(payload_bytes: int) -> int:
+    """Length of the payload's own header, without padding."""
+    size_bytes = _LOCAL.size + len(_DATA)
+    if payload_bytes:
+        size_bytes += _PADDING.size
+    return size_bytes + (_SIZES_64.size if payload_bytes >= _MOST_32 else 0)
 
 
 @functools.lru_cache(maxsize=1024)  # a model has thousands of tensors and a few dozen shapes

@@ -262,7 +262,8 @@ def write_rank_files(
 
     Args:
         folder: exists; files of an earlier try in it are replaced.
-        payload: the bytes of an entry, contiguous; must not change before this returns.
+        payload: the bytes of an entry, contiguous. They must not change before this returns, and the view itself must
+            keep the memory alive: it is still being written when the next entry is asked for.
         blobs: of all objects of *layout*, in its order.
 
     Raises:
@@ -366,7 +367,8 @@ class _RankWriter:
     def _write_shard(self, out: _File, shard: _Shard) -> ShardRecord:
         entry, around = shard.entry, shard.envelope
         view = self._bytes_of(entry)
-        out.append(around.prefix)
+        prefix = around.prefix
+        out.append(prefix)
         whole = Xxh3()
         crc = 0
         # Only whole pages can go straight to the disk; the rest of the last one goes along with what follows it.
@@ -382,7 +384,7 @@ class _RankWriter:
             self._advance(len(piece))
         suffix = around.suffix(crc)
         out.append(suffix)
-        self._advance(len(around.prefix) + len(suffix))
+        self._advance(len(prefix) + len(suffix))
         digest = self._digests[shard.index] = whole.digest()
         return ShardRecord(
             entry.key,
@@ -391,10 +393,10 @@ class _RankWriter:
             entry.dtype,
             shard.at_bytes,
             around.length_bytes,
-            shard.at_bytes + len(around.prefix),
+            shard.at_bytes + len(prefix),
             len(view),
             digest,
-            xxh3(around.prefix + suffix),
+            xxh3(prefix + suffix),
         )
 
     def _write_objects(self, folder_fd: int, name: str) -> list[ObjectRecord]:

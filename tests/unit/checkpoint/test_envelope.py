@@ -74,7 +74,9 @@ def test_payload_begins_on_a_page_of_the_file_wherever_the_archive_does(at_bytes
     around = envelope("bfloat16", sizes, size_bytes, at_bytes)
     data = archive(around, payload)
     assert len(data) == around.length_bytes
-    assert not payload or (at_bytes + len(around.prefix)) % 4096 == 0
+    assert len(around.prefix) == around.prefix_bytes
+    assert len(around.suffix(0)) == around.suffix_bytes
+    assert not payload or (at_bytes + around.prefix_bytes) % 4096 == 0
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         assert file.testzip() is None
         assert file.namelist() == ["archive/data.pkl", "archive/byteorder", "archive/version", "archive/data/0"]
@@ -99,12 +101,13 @@ def test_a_flipped_bit_is_what_the_stored_checksum_is_for() -> None:
 def test_sizes_beyond_32_bits_are_read_back(size_bytes: int) -> None:
     around = envelope("uint8", (size_bytes,), size_bytes, 12345)
     assert len(around.suffix(0xDEADBEEF)) == around.suffix_bytes
+    assert len(around.prefix) == around.prefix_bytes
     hollow = Hollow(around, 0xDEADBEEF)
     with zipfile.ZipFile(io.BufferedReader(hollow)) as file:
         info = file.getinfo("archive/data/0")
         assert (info.file_size, info.compress_size, info.CRC) == (size_bytes, size_bytes, 0xDEADBEEF)
     record = read_records(hollow.read_at, around.length_bytes)[-1]
-    assert (record.offset_bytes, record.size_bytes) == (len(around.prefix), size_bytes)
+    assert (record.offset_bytes, record.size_bytes) == (around.prefix_bytes, size_bytes)
     assert (12345 + record.offset_bytes) % 4096 == 0
 
 
