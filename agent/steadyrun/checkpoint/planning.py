@@ -179,7 +179,8 @@ def plan(layouts: Sequence[Layout]) -> Plan:
     # The largest first: what comes last is small and levels the rest.
     shared.sort(key=lambda h: (-h.entry.size_bytes, h.entry.key, h.entry.offsets))
     for held in shared:
-        least = min(range(len(held.ranks)), key=lambda i: (bytes_of[held.ranks[i]], held.ranks[i]))
+        loads = [bytes_of[rank] for rank in held.ranks]
+        least = loads.index(min(loads))
         rank = held.ranks[least]
         writes[rank].append(held.indices[least])
         bytes_of[rank] += held.entry.size_bytes + _OVERHEAD_BYTES
@@ -217,9 +218,18 @@ def _gather(layouts: Sequence[Layout]) -> dict[str, _Tensor]:
                     f"and {_what(entry)} on rank {rank}; give what differs per rank names of its own"
                 )
             else:
+                held = tensor.boxes.get(entry.offsets)
+                if held is not None and _is_alike(held.entry, entry) and held.ranks[-1] != rank:
+                    held.ranks.append(rank)  # a replica of what was checked already: nearly all, in most jobs
+                    held.indices.append(index)
+                    continue
                 _check_entry(entry, rank)
             _hold(tensor, entry, rank, index)
     return tensors
+
+
+def _is_alike(a: Entry, b: Entry) -> bool:
+    return a.sizes == b.sizes and a.size_bytes == b.size_bytes
 
 
 def _hold(tensor: _Tensor, entry: Entry, rank: int, index: int) -> None:
@@ -233,10 +243,11 @@ def _hold(tensor: _Tensor, entry: Entry, rank: int, index: int) -> None:
         raise PlanError(
             f"cannot plan the checkpoint: rank {rank} has two shards of {entry.key!r} at {list(entry.offsets)}"
         )
-    elif held.entry.sizes != entry.sizes:
+    elif not _is_alike(held.entry, entry):
         raise PlanError(
             f"cannot plan the checkpoint: the shard of {entry.key!r} at {list(entry.offsets)} has sizes "
-            f"{list(held.entry.sizes)} on rank {held.ranks[0]} and {list(entry.sizes)} on rank {rank}"
+            f"{list(held.entry.sizes)} on rank {held.ranks[0]} and {list(entry.sizes)} on rank {rank} "
+            f"({held.entry.size_bytes:,} and {entry.size_bytes:,} bytes)"
         )
     held.ranks.append(rank)
     held.indices.append(index)
@@ -307,6 +318,8 @@ def _objects(layouts: Sequence[Layout], tensors: dict[str, _Tensor]) -> list[lis
 def _check_cover(tensor: _Tensor) -> None:
     boxes: list[Box] = [(held.entry.offsets, held.entry.sizes) for held in tensor.boxes.values()]
     first = tensor.first
+    if len(boxes) == 1 and boxes[0][1] == first.shape:
+        return
     pair = _overlap(boxes)
     if pair is not None:
         ranks = [tensor.boxes[offsets].ranks for offsets, _ in pair]
