@@ -160,7 +160,7 @@ def outcomes(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[s
             flip(roots[extra] / step / "__0_0.distcp", payload_at(roots[extra] / step, 0, "model.large0") + 7)
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "resume_each.py"), *map(str, roots.values())],
-        env={**os.environ, "EVENTS": str(base), "ROWS": str(2 * ROWS)},
+        env={**os.environ, "EVENTS": str(base), "ROWS": str(ROWS)},
         capture_output=True,
         text=True,
         timeout=200,
