@@ -57,7 +57,7 @@ def problems(folder: Path) -> list[str]:
     from steadyrun.checkpoint.kinds import find_checkpoints, read_contents
     from steadyrun.checkpoint.verify import verify
 
-    (found,) = find_checkpoints(folder)
+    (found,) = find_checkpoints(folder).checkpoints
     return [str(p) for p in verify(read_contents(found)).problems]
 
 
@@ -314,9 +314,7 @@ class Rank:
         return save
 
     def tell_staged(self, slot: int, save: Save, tiers: Sequence[str] = ("memory", "shared")) -> None:
-        self.send(
-            "staged", slot=slot, generation=save.generation, step=save.step, tiers=list(tiers), stall_s=0.01
-        )
+        self.send("staged", slot=slot, generation=save.generation, step=save.step, tiers=list(tiers), stall_s=0.01)
 
     def leave(self) -> None:
         """As a process that was killed."""
@@ -378,9 +376,7 @@ class Job:
         return ranks
 
     def is_durable(self, ranks: Sequence[Rank], step: int) -> bool:
-        return all(
-            any(s.step == step and "durable" in s.states for s in r.saves.values()) for r in ranks
-        )
+        return all(any(s.step == step and "durable" in s.states for s in r.saves.values()) for r in ranks)
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -393,7 +393,7 @@ class SaverMachine:
         rank = self._ranks.get((event.attempt, event.rank))
         if rank is None:
             return
-        rank.asked_layout, rank.refusal = True, ""
+        rank.asked_layout, rank.refusal, rank.arena = True, "", None
         options, _ = self._options[event.attempt]
         local = len(self._ranks_of.get(event.attempt, ())) or 1
         known = tuple(n for n, a in self._arenas.items() if a.info.rank == event.rank)

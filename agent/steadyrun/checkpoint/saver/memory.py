@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
 import time
@@ -236,14 +237,22 @@ class Notebook:
     _HEAD_BYTES: Final = 32
 
     def __init__(self, fd: int) -> None:
+        """Raises OSError or ValueError: it is no notebook."""
         self.fd = fd
+        # Through a mapping: a file size limit of the process (ulimit -f) would end a write into a memory file as well.
+        self._mapping = mmap.mmap(fd, 2 * self._HALF_BYTES)
         self._number = 0
 
     @classmethod
     def create(cls) -> Notebook:
+        """Raises OSError."""
         fd = os.memfd_create("steadyrun-saver-state", os.MFD_CLOEXEC)
-        os.ftruncate(fd, 2 * cls._HALF_BYTES)
-        return cls(fd)
+        try:
+            os.ftruncate(fd, 2 * cls._HALF_BYTES)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def write(self, remembered: Remembered) -> None:
         data = encode(remembered)
@@ -252,19 +261,19 @@ class Notebook:
         self._number += 1
         head = self._number.to_bytes(8, "little") + len(data).to_bytes(8, "little")
         at = self._number % 2 * self._HALF_BYTES
-        os.pwrite(self.fd, head + xxhash.xxh3_128_digest(head + data) + data, at)
+        self._mapping[at : at + self._HEAD_BYTES] = bytes(self._HEAD_BYTES)
+        self._mapping[at + self._HEAD_BYTES : at + self._HEAD_BYTES + len(data)] = data
+        self._mapping[at : at + self._HEAD_BYTES] = head + xxhash.xxh3_128_digest(head + data)
 
     def read(self) -> Remembered:
         """The newest that is whole; nothing when there is none."""
         best: Remembered | None = None
         for at in (0, self._HALF_BYTES):
-            head = os.pread(self.fd, self._HEAD_BYTES, at)
-            if len(head) < self._HEAD_BYTES:
-                continue
+            head = self._mapping[at : at + self._HEAD_BYTES]
             number, length = int.from_bytes(head[:8], "little"), int.from_bytes(head[8:16], "little")
             if number <= self._number or length > self._HALF_BYTES:
                 continue
-            data = os.pread(self.fd, length, at + self._HEAD_BYTES)
+            data = self._mapping[at + self._HEAD_BYTES : at + self._HEAD_BYTES + length]
             if xxhash.xxh3_128_digest(head[:16] + data) != head[16:]:
                 continue
             try:

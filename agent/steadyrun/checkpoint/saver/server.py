@@ -361,10 +361,7 @@ class Server:
         arenas: list[e.ArenaRestored] = []
         for name, fd in self._kept:
             if name == STATE_NAME:
-                if self._notebook is not None:
-                    os.close(self._notebook.fd)
-                self._notebook = Notebook(fd)
-                self._noted = self._notebook.read()
+                self._open_notebook(fd)
                 continue
             try:
                 arenas.append(self._memory.adopt(fd, name))
@@ -374,14 +371,30 @@ class Server:
         self._kept.clear()
         self._machine = SaverMachine(self._node, self._limits[0], self._noted)
         if self._notebook is None:
-            self._notebook = Notebook.create()
-            self._tell_agent("keep", (self._notebook.fd,), name=STATE_NAME)
+            self._make_notebook()
         for restored in arenas:
             self._node_event(restored)
         self._todo.extend((False, event) for event in self._early)
         self._early.clear()
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ, self._on_connect)
+
+    def _open_notebook(self, fd: int) -> None:
+        try:
+            self._notebook = Notebook(fd)
+            self._noted = self._notebook.read()
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            self._tell_agent("note", text=f"what the last saver has noted cannot be read: {error}")
+
+    def _make_notebook(self) -> None:
+        try:
+            self._notebook = Notebook.create()
+        except OSError as error:
+            text = f"the next saver will not know what this one knew: no memory file can be made: {error}"
+            self._tell_agent("note", text=text)
+        else:
+            self._tell_agent("keep", (self._notebook.fd,), name=STATE_NAME)
 
     def _tell_agent(self, op: str, fds: Sequence[int] = (), **fields: Any) -> None:
         if self._agent is None:
