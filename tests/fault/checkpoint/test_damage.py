@@ -55,6 +55,12 @@ def flip_before_the_payload(root: Path) -> None:
     flip(root / NEWEST / "__1_0.distcp", payload_at(root / NEWEST, 1, "model.large0") - 40)
 
 
+def flip_in_object(root: Path) -> None:
+    fragment = Fragment.from_json((root / NEWEST / fragment_name(0)).read_bytes())
+    found = next(o for o in fragment.objects if o.key == "counter.note")
+    flip(root / NEWEST / "__0_1.distcp", found.at_bytes + found.length_bytes // 2)
+
+
 def file_of_another_step(root: Path) -> None:
     shutil.copyfile(root / OLDER / "__0_0.distcp", root / NEWEST / "__0_0.distcp")
 
@@ -115,7 +121,7 @@ ROWS_OF_TABLE = {
     "file cut by a page": Row(cut("__0_0.distcp", PAGE), ("__0_0.distcp",)),
     "file cut in half": Row(cut("__1_0.distcp", 0), ("__1_0.distcp",)),
     "file missing": Row(without("__0_0.distcp"), ("__0_0.distcp",)),
-    "flipped byte in objects": Row(flipped("__1_1.distcp"), ("__1_1.distcp",)),
+    "flipped byte in an object": Row(flip_in_object, ("counter.note", "__0_1.distcp")),
     "objects missing": Row(without("__1_1.distcp"), ("__1_1.distcp",)),
     "flipped byte in .metadata": Row(flipped(".metadata"), (".metadata",)),
     ".metadata cut": Row(cut(".metadata", 0), (".metadata",)),

@@ -73,6 +73,19 @@ class Position:
         self.at = state["at"] if state["rank"] == RANK else -1
 
 
+class Counter:
+    """Something that is no tensor, and the same on all ranks."""
+
+    def __init__(self):
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done, "note": f"after {self.done} steps"}
+
+    def load_state_dict(self, state):
+        self.done = state["done"] if state["note"] == f"after {state['done']} steps" else -1
+
+
 def main():
     folder, steps, pace_s, every = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     tell("start")
@@ -82,12 +95,13 @@ def main():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(RANK)
     saved_world_size = int(os.environ.get("SAVED_WORLD_SIZE", WORLD_SIZE))
-    model, position = Exact(saved_world_size), Position()
+    model, position, counter = Exact(saved_world_size), Position(), Counter()
     rate = os.environ.get("RATE")
     checkpointer = watch.checkpointer(
         folder,
         model=model,
         loader=position,
+        counter=counter,
         every=every,
         keep=int(os.environ.get("KEEP", "3")),
         memory=os.environ.get("MEMORY", "1") == "1",
@@ -98,14 +112,15 @@ def main():
             time.sleep(0.02)
     first = checkpointer.resume()
     wrong = model.wrong(first - 1) if first else 0
-    if saved_world_size == WORLD_SIZE and first and position.at != first:
-        wrong += 1
+    wrong += counter.done != first
+    if saved_world_size == WORLD_SIZE:
+        wrong += position.at != first
     tell("resumed", first=first, wrong=wrong, place=checkpointer.resumed_from)
     one = torch.ones(1)
     handle = None
     for step in range(first, steps):
         model.fill(step)
-        position.at = step + 1
+        position.at = counter.done = step + 1
         time.sleep(pace_s)  # what the forward and backward passes of a real model would take
         dist.all_reduce(one.fill_(1.0))
         tell("step", step=step)

@@ -4,23 +4,23 @@ import json
 import sys
 
 import torch.distributed as dist
-from checkpointed import Exact, Position
+from checkpointed import Counter, Exact, Position
 
 from steadyrun import watch
 from steadyrun.core.errors import SteadyrunError
 
 
 def resume(folder):
-    model = Exact(2)
+    model, counter = Exact(2), Counter()
     said = []
-    checkpointer = watch.checkpointer(folder, model=model, loader=Position(), every=5, say=said.append)
+    checkpointer = watch.checkpointer(folder, model=model, loader=Position(), counter=counter, every=5, say=said.append)
     try:
         first = checkpointer.resume()
     except SteadyrunError as e:
         return {"folder": folder, "error": f"{type(e).__name__}: {e}", "said": said}
     finally:
         checkpointer.close()
-    return {"folder": folder, "first": first, "wrong": model.wrong(first - 1), "said": said}
+    return {"folder": folder, "first": first, "wrong": model.wrong(first - 1) + (counter.done != first), "said": said}
 
 
 if __name__ == "__main__":
