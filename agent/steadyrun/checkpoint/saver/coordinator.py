@@ -836,6 +836,8 @@ class Coordinator:
     def _on_restore(self, event: m.RestoreTold, now_s: float) -> None:
         if event.attempt != self._attempt.number:
             return
+        # The first question of a job comes before any layout.
+        self._attempt.options, self._attempt.run_id = event.options, event.run_id
         question = self._questions.setdefault((event.attempt, event.round), _Question(now_s))
         if question.answer is not None:
             self._out.append(Tell(question.answer))

@@ -664,12 +664,13 @@ class SaverMachine:
     # -- resuming ------------------------------------------------------------------------------------------------------
     def _on_restore(self, event: RankRestore) -> None:
         rank = self._ranks.get((event.attempt, event.rank))
-        if rank is None or self._binding is None or event.attempt != self._binding.attempt:
+        if rank is None:
             return
         rank.restore = event
         if event.number is not None:
             rank.rounds = event.number
-        self._ask(rank)
+        if self._binding is not None and event.attempt == self._binding.attempt:
+            self._ask(rank)  # else once the agent has told of the attempt: the rank may be faster
 
     def _ask(self, rank: _Rank) -> None:
         """Tell the coordinator what this rank could load, once its memory was looked through."""
@@ -702,7 +703,10 @@ class SaverMachine:
                     )
                     for f in arena.inspected.good
                 ]
-        told = m.RestoreTold(event.attempt, rank.rounds, rank.rank, digest, tuple(snapshots), (), event.rejected)
+        options, run_id = self._options[event.attempt]
+        told = m.RestoreTold(
+            event.attempt, rank.rounds, rank.rank, digest, tuple(snapshots), (), event.rejected, run_id, options
+        )
         self._asked[rank.rank] = told
         self._post(told)
 
@@ -833,6 +837,8 @@ class SaverMachine:
             if arena.info.rank in binding.ranks and arena.info.world_size == binding.world_size:
                 arena.inspected = None
                 self._inspect(arena)
+        for rank in self._current():
+            self._ask(rank)
 
     def _on_bound(self, event: ExchangeBound, now_s: float) -> None:
         if self._binding is None or event.attempt != self._binding.attempt:

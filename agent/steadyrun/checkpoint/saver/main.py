@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from steadyrun.checkpoint.saver.coordinator import Limits
+from steadyrun.checkpoint.saver.machine import NodeLimits
 from steadyrun.checkpoint.saver.server import Server
 
 __all__ = ["main"]
@@ -29,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--agent-fd", type=int, required=True, help="this end of the agent's socketpair")
     parser.add_argument("--run-folder", type=Path, required=True, help="where figures are written to")
     parser.add_argument("--node", required=True, help="the name of this node")
+    parser.add_argument("--limits", type=json.loads, default={}, help=argparse.SUPPRESS)  # JSON, for tests: seconds
     args = parser.parse_args(argv)
+    limits = NodeLimits(**args.limits.get("node", {})), Limits(**args.limits.get("job", {}))
     # A stop of the job concerns the ranks. This process ends when the agent says so, or is gone.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -38,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     agent = socket.socket(fileno=args.agent_fd)
     for sock in (listening, agent):
         sock.set_inheritable(False)
-    server = Server(listening, agent, args.run_folder, args.node)
+    server = Server(listening, agent, args.run_folder, args.node, limits)
     try:
         server.run()
     except Exception:

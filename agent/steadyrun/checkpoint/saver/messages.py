@@ -142,6 +142,8 @@ class RestoreTold:
     snapshots: tuple[Snapshot, ...]
     folders: tuple[FolderOffer, ...]
     rejected: tuple[Rejected, ...]
+    run_id: str
+    options: CheckpointOptions
 
 
 @dataclass(frozen=True, slots=True)
