@@ -1,8 +1,8 @@
 """Averages several checkpoints into one: a folder that any DCP tool reads, with our manifest.
 
-Tensors are streamed: of each checkpoint one is in memory at a time, and the sum in twice the precision of the dtype
-(float32 for 16 and 8 bit formats, float64 for float32 and float64). What cannot be averaged comes from the newest
-checkpoint: integers, objects, and an optimizer's count of its steps.
+Tensors are streamed: one of each checkpoint is in memory at a time. Sums are wider than what is added up: float32 for
+formats of 8 and 16 bits, float64 for others. What cannot be averaged comes from the newest checkpoint: integers,
+objects, and an optimizer's count of its steps.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class _Stream:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What to add up in: at least twice as wide."""
+    """What to add up in."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.itemsize >= 4 else torch.float32

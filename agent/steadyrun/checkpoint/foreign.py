@@ -322,7 +322,7 @@ def _record(target: Path, name: str) -> _Record:
         before = os.fstat(fd)
         buffer = memoryview(bytearray(min(_PIECE_BYTES, max(before.st_size, 1))))
         at = 0
-        while count := os.preadv(fd, [buffer], at):
+        while at < before.st_size and (count := os.preadv(fd, [buffer], at)):
             digest.update(buffer[:count])
             at += count
         after = os.fstat(fd)

@@ -224,11 +224,12 @@ def _manifest_json(manifest: Manifest) -> dict[str, Any]:
 
 # -- show ------------------------------------------------------------------------------------------------------------
 def run_show(args: argparse.Namespace, console: Console) -> int:
-    """0; 1 when the lists of contents do not add up. Of several checkpoints, the newest (or the one pointed to)."""
+    """0; 1 when the lists of contents do not add up. Of several, the one at the path itself, pointed to, or newest."""
     listing = _find(args.path)
     if not listing.checkpoints:
         raise ConfigError(f"cannot find a checkpoint in {args.path}: {_problem_words(listing.pointer_problem)}")
-    best = [f for f in listing.checkpoints if f.is_latest] or [f for f in listing.checkpoints if f.is_complete]
+    given = [f for f in listing.checkpoints if f.path == args.path]
+    best = given or [f for f in listing.checkpoints if f.is_latest] or [f for f in listing.checkpoints if f.is_complete]
     chosen = best[-1] if best else listing.checkpoints[-1]
     contents = _contents(chosen)
     if args.json:
