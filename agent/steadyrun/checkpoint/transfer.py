@@ -34,6 +34,7 @@ from steadyrun.core.errors import SteadyrunError
 __all__ = [
     "DamagedSourceError",
     "LocalFolder",
+    "NotAgainError",
     "Place",
     "Progress",
     "StreamCheck",
@@ -55,6 +56,10 @@ _NOT_AGAIN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EA
 
 class TransferError(SteadyrunError):
     """A copy that could not be made."""
+
+
+class NotAgainError(SteadyrunError):
+    """For a call of ``retried``: what no further try would change."""
 
 
 class DamagedSourceError(TransferError):
@@ -130,7 +135,9 @@ def _pause(seconds: float, tries: Tries, stop: threading.Event | None) -> None:
 def _is_final(e: Exception) -> bool:
     if isinstance(e, OSError) and e.errno in _NOT_AGAIN:
         return True
-    return isinstance(e, FileNotFoundError | PermissionError | NotImplementedError | ImportError | ManifestError)
+    return isinstance(
+        e, NotAgainError | FileNotFoundError | PermissionError | NotImplementedError | ImportError | ManifestError
+    )
 
 
 def _reason(e: Exception) -> str:
