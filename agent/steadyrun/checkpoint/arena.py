@@ -250,9 +250,9 @@ class Arena:
         self.layout = layout
         self.blob_bytes = blob_bytes
         self.size_bytes = geometry.size_bytes
-        self._mapping = mapping
+        self._lock = threading.Lock()
+        self._mapping: mmap.mmap | None = mapping
         self._view = memoryview(mapping)
-        self._closed = False
         slots = (geometry.size_bytes - geometry.slots_at) // geometry.slot_bytes
         self.control = Control(self._view[:_PAGE].cast("Q"), slots)
         self.slots = tuple(
@@ -335,31 +335,38 @@ class Arena:
         Raises:
             ArenaError: there is not enough memory.
         """
-        if self._closed:
-            return False
-        pin = ctypes.c_char.from_buffer(self._mapping)  # while it lives the mapping stays, whoever closes the arena
+        with self._lock:
+            mapping = self._mapping
+            if mapping is None:
+                return False
+            # While these live the mapping stays where it is, whoever closes the arena.
+            view = memoryview(mapping)
+            pin = ctypes.c_char.from_buffer(mapping)
+            fd = os.dup(self.fd)
         try:
-            populate = _Populate(ctypes.addressof(pin), self.fd, self._view)
+            populate = _Populate(ctypes.addressof(pin), fd, view)
             for at in range(0, self.size_bytes, _POPULATE_BYTES):
-                if self._closed or (should_stop is not None and should_stop()):
+                if self._mapping is None or (should_stop is not None and should_stop()):
                     return False
                 populate(at, min(_POPULATE_BYTES, self.size_bytes - at))
             return True
         finally:
-            del pin
+            os.close(fd)
+            view.release()
 
     def close(self) -> None:
         """Give back what is ours. The mapping itself goes with the last view into it that others still have."""
-        if self._closed:
-            return
-        self._closed = True
-        for slot in self.slots:
-            slot.close()
-        self.control.close()
-        self._view.release()
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
-        os.close(self.fd)
+        with self._lock:
+            mapping, self._mapping = self._mapping, None
+            if mapping is None:
+                return
+            for slot in self.slots:
+                slot.close()
+            self.control.close()
+            self._view.release()
+            with contextlib.suppress(BufferError):
+                mapping.close()
+            os.close(self.fd)
 
     def __enter__(self) -> Self:
         return self
@@ -625,7 +632,8 @@ class Slot:
     def compute_digests(self, indices: Collection[int] | None = None) -> None:
         """Take the digests of what is in memory now: of these entries, or of all that have none yet.
 
-        By the saver, once a slot is sealed. Costs 0.1 CPU seconds per GB; other threads run meanwhile.
+        By the saver, once a slot is sealed. A damaged table is made anew: ask ``digests`` or ``verify`` before that
+        where it matters. Costs 0.1 CPU seconds per GB; other threads run meanwhile.
         """
         if indices is None:
             try:

@@ -1,8 +1,9 @@
 """Copies a rank's tensors into its snapshot memory and back: the only thing that training waits for.
 
-Tensors of the host go through ``memmove``, without the interpreter's lock, on several threads where that was asked for.
-glibc copies from 48 MiB on (3/4 of the last-level cache) past the caches: 0.10 CPU seconds per GB where torch's
-``copy_`` takes 0.16; below that both take the same. So large tensors are split into parts that stay above it.
+Large tensors of the host go through ``memmove``, without the interpreter's lock, on several threads where that was
+asked for. glibc copies from 48 MiB on (3/4 of the last-level cache) past the caches: 0.10 CPU seconds per GB where
+torch's ``copy_`` takes 0.16; below that both take the same. So large tensors are split into parts that stay above it.
+Small ones, and those whose bytes lie in another order, go through ``copy_``, the small ones with one call for all.
 
 Tensors of a CUDA device go over a stream of their own into memory that the driver has pinned.
 """
@@ -28,6 +29,7 @@ __all__ = ["Copier", "CopyMismatchError", "Copying"]
 
 _PART_BYTES: Final = 64 << 20
 _THREADED_BYTES: Final = 32 << 20  # starting a thread takes 0.1 ms, in which 1 MB is copied
+_SMALL: Final = 32768  # elements; torch's copy_ uses its own threads from here on, which wait for each other
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)  # other classes say themselves what a copy of them is
 
 
@@ -66,10 +68,11 @@ class _Expected:
     shape: torch.Size
     at_bytes: int
     size_bytes: int
+    is_small: bool
 
 
 _Move: TypeAlias = tuple[int, int, int]  # to, from, bytes
-_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # to, from
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copier:
@@ -95,7 +98,7 @@ class Copier:
         self.note: str | None = None
         self._threads = max(1, torch.get_num_threads() if threads is None else threads)
         self._expected = tuple(_expected(e) for e in arena.layout.entries)
-        self._slots = {slot.number: _Mapped(slot, self._expected) for slot in arena.slots}
+        self._slots = {slot.number: _Mapped(slot, self._expected, device_type != "cpu") for slot in arena.slots}
         self._side: _SideStreams | None = None
         if device_type == "cuda":
             self._side = _SideStreams(torch.cuda)
@@ -112,18 +115,17 @@ class Copier:
             ArenaError: the slot was not begun.
         """
         mapped = self._mapped(slot, SlotState.WRITING)
-        moves: list[_Move] = []
-        views: list[_Pair] = []
-        on_device: list[_Pair] = []
-        for i, tensor, e, address in self._matched(tensors, mapped):
-            if address:
-                moves.append((mapped.address + e.at_bytes, address, e.size_bytes))
-            elif tensor.is_cuda and self._side is not None:
-                on_device.append((mapped.tensor(i), tensor))
-            else:
-                views.append((mapped.tensor(i), tensor))
-        copying = self._side.copy(on_device) if self._side is not None and on_device else Copying()
-        _copy(moves, views, self._threads)
+        found = self._sort(tensors, mapped)
+        side = self._side
+        on_device = [pair for pair in found.others if pair[1].is_cuda] if side is not None else []
+        copying = side.copy(on_device) if side is not None and on_device else Copying()
+        moves = [(mapped.address + e.at_bytes, tensor.data_ptr(), e.size_bytes) for tensor, e in found.plain]
+        with _moving(moves, self._threads), torch.no_grad():
+            if found.small:
+                torch._foreach_copy_(found.small_views, found.small)
+            for view, tensor in found.others:
+                if side is None or not tensor.is_cuda:
+                    view.copy_(tensor)
         if blocking:
             copying.wait()
         return copying
@@ -136,20 +138,17 @@ class Copier:
             ArenaError: the slot is not sealed.
         """
         mapped = self._mapped(slot, SlotState.SEALED)
-        moves: list[_Move] = []
-        views: list[_Pair] = []
-        devices: set[torch.device] = set()
-        for i, tensor, e, address in self._matched(tensors, mapped):
-            if address:
-                moves.append((address, mapped.address + e.at_bytes, e.size_bytes))
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
-                continue
-            views.append((tensor, mapped.tensor(i)))
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        _copy(moves, views, self._threads)
-        for device in devices:
+        found = self._sort(tensors, mapped)
+        moves = [(tensor.data_ptr(), mapped.address + e.at_bytes, e.size_bytes) for tensor, e in found.plain]
+        with _moving(moves, self._threads), torch.no_grad():
+            if found.small:
+                torch._foreach_copy_(found.small, found.small_views)
+            for view, tensor in found.others:
+                tensor.copy_(view, non_blocking=tensor.is_cuda)
+        for tensor, _ in found.plain:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        for device in {tensor.device for _, tensor in found.others if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
@@ -172,34 +171,49 @@ class Copier:
             raise ArenaError(f"cannot copy: slot {slot.number} is {found.value}, it has to be {state.value}")
         return self._slots[slot.number]
 
-    def _matched(
-        self, tensors: Sequence[torch.Tensor], mapped: _Mapped
-    ) -> list[tuple[int, torch.Tensor, _Expected, int]]:
-        """(index, tensor, what it has to be, its address or 0 when its bytes are not all there in order).
+    def _sort(self, tensors: Sequence[torch.Tensor], mapped: _Mapped) -> _Sorted:
+        """The tensors by the way they are copied, without those that have no bytes.
 
         About a microsecond per tensor: nothing is remembered from one save to the next, as ``tensor.data = ...`` keeps
-        the object and changes everything else. Tensors without bytes are left out.
+        the object and changes everything else.
         """
         if len(tensors) != len(self._expected):
             raise CopyMismatchError(
                 f"cannot copy {len(tensors)} tensors: the layout has {len(self._expected)}; a new layout is needed"
             )
-        out = []
+        out = _Sorted([], [], [], [])
         for i, (tensor, e) in enumerate(zip(tensors, self._expected, strict=True)):
             if tensor.dtype is not e.dtype or tensor.shape != e.shape:
                 raise CopyMismatchError(
                     f"cannot copy {e.key}: it is {tensor.dtype} {list(tensor.shape)}, in the layout {e.dtype} "
                     f"{list(e.shape)}; a new layout is needed"
                 )
-            if e.size_bytes:
-                out.append((i, tensor, e, tensor.data_ptr() if _is_plain(tensor) else 0))
+            if not e.size_bytes:
+                continue
+            is_as_it_reads = type(tensor) in _PLAIN and tensor.is_cpu and not _is_negated(tensor, e.dtype)
+            if is_as_it_reads and e.is_small:
+                out.small.append(tensor)
+                out.small_views.append(mapped.tensor(i))
+            elif is_as_it_reads and tensor.layout is torch.strided and tensor.is_contiguous():
+                out.plain.append((tensor, e))
+            else:
+                out.others.append((mapped.tensor(i), tensor))
         return out
 
 
-def _copy(moves: Sequence[_Move], views: Sequence[_Pair], threads: int) -> None:
-    with _moving(moves, threads), torch.no_grad():
-        for target, source in views:
-            target.copy_(source, non_blocking=target.is_cuda)
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """Tensors of the host that are copied with one call, with their places; those that are moved as bytes; others."""
+
+    small: list[torch.Tensor]
+    small_views: list[torch.Tensor]
+    plain: list[tuple[torch.Tensor, _Expected]]
+    others: list[_Pair]  # (its place, the tensor)
+
+
+def _is_negated(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether it reads otherwise than what lies in memory (``conj()`` and ``.imag`` of it are not carried out)."""
+    return tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
 
 
 @contextlib.contextmanager
@@ -242,18 +256,6 @@ def _parts(moves: Sequence[_Move]) -> Iterator[_Move]:
             yield to + at, source + at, min(part_bytes, size_bytes - at)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of the tensor are the ones at its ``data_ptr``, in order."""
-    return (
-        tensor.is_cpu
-        and type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
-
-
 def _expected(entry: Entry) -> _Expected:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -264,13 +266,14 @@ def _expected(entry: Entry) -> _Expected:
             f"cannot copy {entry.key}: {entry.dtype} {list(shape)} does not take the {entry.size_bytes:,} bytes that "
             f"the layout gives it"
         )
-    return _Expected(entry.key, dtype, shape, entry.at_bytes, entry.size_bytes)
+    is_small = shape.numel() < _SMALL
+    return _Expected(entry.key, dtype, shape, entry.at_bytes, entry.size_bytes, is_small)
 
 
 class _Mapped:
-    """One slot's payload as tensors, each made when it is first needed."""
+    """One slot's payload as tensors: of small ones at once, so that the first save need not, of others on demand."""
 
-    def __init__(self, slot: Slot, expected: Sequence[_Expected]) -> None:
+    def __init__(self, slot: Slot, expected: Sequence[_Expected], all_at_once: bool) -> None:
         payload = slot.payload_view
         self._expected = expected
         self._bytes = (
@@ -278,6 +281,9 @@ class _Mapped:
         )
         self._tensors: dict[int, torch.Tensor] = {}
         self.address = self._bytes.data_ptr()
+        for i, e in enumerate(expected):
+            if e.is_small or all_at_once:
+                self.tensor(i)
 
     @property
     def address_and_size(self) -> tuple[int, int]:
@@ -328,10 +334,10 @@ class _SideStreams:
         while self._pinned:
             self._cuda.cudart().cudaHostUnregister(self._pinned.pop())
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copying:
+    def copy(self, pairs: Sequence[_Pair]) -> Copying:
         """Start to copy (target, source) after what the current streams have to do until here."""
         events = []
-        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        by_device: dict[torch.device, list[_Pair]] = {}
         for pair in pairs:
             by_device.setdefault(pair[1].device, []).append(pair)
         for device, group in by_device.items():

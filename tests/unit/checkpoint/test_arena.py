@@ -764,7 +764,17 @@ def test_prefault_stops_when_it_is_told() -> None:
         assert taken_bytes(arena) == 16 << 20
 
 
-def test_prefault_stops_when_the_arena_is_closed() -> None:
+def mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("steadyrun-snapshot" in line for line in maps)
+
+
+@pytest.mark.parametrize("advice", [arena_module._MADV_POPULATE_WRITE, 9999], ids=["populate", "touch"])
+def test_prefault_stops_when_the_arena_is_closed_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", advice)
+    before = os.listdir("/proc/self/fd"), mappings()
     arena = Arena.create(LARGE, 0, 1)
     calls = 0
 
@@ -778,6 +788,7 @@ def test_prefault_stops_when_the_arena_is_closed() -> None:
     assert not arena.prefault(stop)
     assert calls == 2
     assert not arena.prefault()
+    assert (os.listdir("/proc/self/fd"), mappings()) == before
 
 
 @pytest.mark.parametrize("advice", [arena_module._MADV_POPULATE_WRITE, 9999], ids=["populate", "touch"])
@@ -811,14 +822,13 @@ def test_after_close_its_views_fail_and_the_memory_of_others_stays(arena: Arena)
     with pytest.raises(ValueError, match="released"):
         other.slots[0].view()
     assert held == content(LAYOUT.entries[0], 1)
+    assert mappings() == 2
+    held.release()
+    assert mappings() == 1
     assert is_whole(arena.slots[0])
 
 
 def test_it_leaves_no_descriptor_and_no_mapping() -> None:
-    def mappings() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("steadyrun-snapshot" in line for line in maps)
-
     before = len(os.listdir("/proc/self/fd")), mappings()
     arena = Arena.create(LAYOUT, 0, 1)
     assert mappings() == before[1] + 1
