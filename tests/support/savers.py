@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -92,6 +93,7 @@ class Agent:
         self.process: subprocess.Popen[bytes] | None = None
         self.wire: Wire | None = None
         self.errors = folder / f"{node}.stderr"
+        self.limits: dict[str, dict[str, float]] = {}
 
     def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,6 +103,7 @@ class Agent:
                     *(sys.executable, "-E", "-s", "-m", "steadyrun.checkpoint.saver"),
                     *("--socket-fd", str(self.listening.fileno()), "--agent-fd", str(theirs.fileno())),
                     *("--run-folder", str(self.run_folder), "--node", self.node),
+                    *("--limits", json.dumps(self.limits)),
                 ],
                 pass_fds=(self.listening.fileno(), theirs.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -333,11 +336,13 @@ class Job:
         self.folder = folder
         self.root = root or folder / "checkpoints"
         self.options = CheckpointOptions(root=str(self.root), **options)
+        self.limits: dict[str, dict[str, float]] = {}
         self.agents: list[Agent] = []
         self.ranks: list[Rank] = []
 
     def agent(self, node: str = "n0", start: bool = True) -> Agent:
         agent = Agent(self.folder, node)
+        agent.limits = self.limits
         self.agents.append(agent)
         if start:
             agent.start()

@@ -63,6 +63,7 @@ class Limits:
         restore_wait: for saves that are still being written when the ranks ask where to resume.
         republish: for the other nodes to tell what they hold, after an attempt has begun.
         beat: between signs of life.
+        repeat: from a node's coming until what it may have missed is said again, once for all that come meanwhile.
     """
 
     staging: float = 300.0
@@ -70,6 +71,7 @@ class Limits:
     restore_wait: float = 120.0
     republish: float = 30.0
     beat: float = 5.0
+    repeat: float = 0.1
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -260,6 +262,7 @@ class _Save:
     staged_s: float = inf  # when the last rank had
     plan_id: str = ""
     folder: str = ""
+    ticket: str = ""
     written: dict[int, Written] = field(default_factory=dict)
     result: m.Resolved | None = None
 
@@ -313,8 +316,11 @@ class Coordinator:
         last: the newest durable save.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, name: str = "") -> None:
+        """*name*: another one for every coordinator of a job."""
         self._limits = limits or Limits()
+        self._name = name
+        self._tickets = 0
         self._attempt = _Attempt(-1)
         self._attempts: dict[int, _Attempt] = {}
         self._nodes = 1
@@ -323,6 +329,7 @@ class Coordinator:
         self._heard_s: dict[int, float] = {}
         self._began_s = 0.0
         self._beat_s = -inf
+        self._repeat_s = inf
         self._layouts: dict[tuple[int, str], Layout] = {}
         self._plans: dict[str, PlanMade | None] = {}
         self._planned: dict[str, tuple[Layout, ...]] = {}
@@ -359,6 +366,7 @@ class Coordinator:
         """When to come back with a Tick at the latest; ``inf`` when nothing has a limit."""
         at_s = [s.since_s + self._limits.staging for s in self._saves.values() if s.phase is Phase.GATHERING]
         at_s += [f.until_s for f in self._flushes]
+        at_s.append(self._repeat_s)
         if self._waiting_for_nodes():
             at_s += [self._heard_s.get(n, self._began_s) + self._limits.silence for n in self._other_nodes()]
             at_s.append(self._beat_s + self._limits.beat)
@@ -406,6 +414,8 @@ class Coordinator:
                     self._resolve(save, SaveState.SKIPPED, now_s, f"rank {event.rank}: {event.why}")
             case m.VoteTold():
                 self._on_vote(event, now_s)
+            case m.PlanAskedTold():
+                self._tell_plan(event.plan_id)
             case m.RankGoneTold():
                 self._on_gone(event, now_s)
             case m.RestoreTold():
@@ -433,7 +443,7 @@ class Coordinator:
                     self._republished.add(event.node)
                     self._rank_nodes.update(dict.fromkeys(event.ranks, event.node))
                     self._heard_s[event.node] = now_s
-                    self._repeat()
+                    self._repeat_s = min(self._repeat_s, now_s + self._limits.repeat)
             case m.BeatTold():
                 self._heard_s[event.node] = now_s
             case PlanMade():
@@ -535,8 +545,7 @@ class Coordinator:
         if event.plan_id not in self._plans:
             return
         self._plans[event.plan_id] = event
-        if event.plan is not None:
-            self._out.append(Tell(m.PlanTold(event.plan_id, event.plan.parts)))
+        self._tell_plan(event.plan_id)
         attempt = self._attempt
         if attempt.granted is None and len(attempt.layouts) == attempt.world_size:
             told = tuple(attempt.layouts[r].layout for r in sorted(attempt.layouts))
@@ -545,6 +554,11 @@ class Coordinator:
         for save in list(self._saves.values()):
             if save.plan_id == event.plan_id and save.phase is Phase.QUEUED and event.plan is None:
                 self._fail(save.key, "plan", event.why, now_s)
+
+    def _tell_plan(self, plan_id: str) -> None:
+        made = self._plans.get(plan_id)
+        if made is not None and made.plan is not None:
+            self._out.append(Tell(m.PlanTold(plan_id, made.plan.parts)))
 
     # -- staging -------------------------------------------------------------------------------------------------------
     def _save(self, key: SaveKey, now_s: float) -> _Save:
@@ -650,7 +664,8 @@ class Coordinator:
         if event.committed:
             self._resolve(save, SaveState.DURABLE, now_s, path=event.committed)
             return
-        save.phase, save.folder = Phase.WRITING, event.folder
+        self._tickets += 1
+        save.phase, save.folder, save.ticket = Phase.WRITING, event.folder, f"{self._name}.{self._tickets}"
         for node in self._other_nodes():
             self._heard_s[node] = now_s
         fields = {"step": event.key.step, "attempt": event.key.attempt, "path": event.folder}
@@ -660,7 +675,7 @@ class Coordinator:
     def _order_write(self, save: _Save) -> None:
         attempt = self._options_for(save)
         if attempt is not None and attempt.options is not None:
-            self._out.append(Tell(m.WriteOrdered(save.key, save.plan_id, save.folder, attempt.options)))
+            self._out.append(Tell(m.WriteOrdered(save.key, save.ticket, save.plan_id, save.folder, attempt.options)))
 
     def _on_vote(self, event: m.VoteTold, now_s: float) -> None:
         save = self._saves.get(event.key)
@@ -668,7 +683,7 @@ class Coordinator:
             if save is not None and save.result is not None:
                 self._out.append(Tell(save.result))
             return
-        if save.phase is not Phase.WRITING or event.folder != save.folder:
+        if save.phase is not Phase.WRITING or event.ticket != save.ticket:
             return
         if event.written is None:
             self._fail(save.key, event.reason, f"rank {event.rank}: {event.why}", now_s)
@@ -786,7 +801,8 @@ class Coordinator:
         )
 
     def _waiting_for_nodes(self) -> bool:
-        return self._nodes > 1 and any(s.phase is Phase.WRITING for s in self._saves.values())
+        """Something is under way for which this node and the others wait for each other."""
+        return self._nodes > 1 and any(s.phase in _UNDER_WAY for s in self._saves.values())
 
     def _repeat(self) -> None:
         """For a node that has just come: what it may have missed."""
@@ -799,14 +815,14 @@ class Coordinator:
         if save.is_complete:
             self._out.append(Tell(m.InMemory(save.key)))
         if save.phase is Phase.WRITING:
-            made = self._plans.get(save.plan_id)
-            if made is not None and made.plan is not None:
-                self._out.append(Tell(m.PlanTold(save.plan_id, made.plan.parts)))
             self._order_write(save)
         elif save.result is not None and save.key.attempt >= self._attempt.number - 1:
             self._out.append(Tell(save.result))
 
     def _look_at_clock(self, now_s: float) -> None:
+        if now_s >= self._repeat_s:
+            self._repeat_s = inf
+            self._repeat()
         for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING]:
             if now_s >= save.since_s + self._limits.staging:
                 who = _ranks(save.missing()) if save.world_size else "every rank"

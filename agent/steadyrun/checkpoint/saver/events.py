@@ -266,7 +266,7 @@ class MemoryShort:
 class PieceWritten:
     key: SaveKey
     rank: int
-    folder: str
+    ticket: str
     written: Written
 
 
@@ -274,7 +274,7 @@ class PieceWritten:
 class PieceFailed:
     key: SaveKey
     rank: int
-    folder: str
+    ticket: str
     reason: str
     why: str
 
@@ -412,6 +412,7 @@ class DigestSlot:
 @dataclass(frozen=True, slots=True)
 class WritePiece:
     key: SaveKey
+    ticket: str
     rank: int
     arena: int
     slot: int
@@ -422,7 +423,9 @@ class WritePiece:
 
 @dataclass(frozen=True, slots=True)
 class CancelWrites:
-    key: SaveKey
+    """Of all pieces with that ticket."""
+
+    ticket: str
 
 
 @dataclass(frozen=True, slots=True)

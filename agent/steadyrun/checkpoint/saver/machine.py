@@ -129,7 +129,7 @@ class _Piece:
     created_unix_s: float
     since_s: float
     is_held: bool = True
-    folder: str = ""  # being written to, or voted for
+    ticket: str = ""  # of the order that is being carried out, or was
     vote: m.VoteTold | None = None
     is_in_memory: bool = False
 
@@ -288,9 +288,9 @@ class SaverMachine:
             case MemoryShort():
                 self._out.append(Report("memory_short", {"rank": event.rank, "why": event.why}, event.why))
             case PieceWritten():
-                self._vote(event.key, event.rank, event.folder, event.written, "", "")
+                self._vote(event.key, event.rank, event.ticket, event.written, "", "")
             case PieceFailed():
-                self._vote(event.key, event.rank, event.folder, None, event.reason, event.why)
+                self._vote(event.key, event.rank, event.ticket, None, event.reason, event.why)
             case StepsRead():
                 self._on_steps(event, now_s)
             case OrderPlaced():
@@ -359,7 +359,7 @@ class SaverMachine:
     @property
     def _is_waiting(self) -> bool:
         """For a decision of the coordinator about something on disk."""
-        return any(p.folder for p in self._pieces.values())
+        return any(p.is_in_memory and p.tiers & _FOLDER_TIERS for p in self._pieces.values())
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
     def _on_hello(self, event: RankHello) -> None:
@@ -600,17 +600,21 @@ class SaverMachine:
     def _write(self, order: m.WriteOrdered) -> None:
         parts = self._plans.get(order.plan_id)
         if parts is None:
-            return  # it is told again together with the plan
+            self._post(m.PlanAskedTold(order.plan_id))
+            return
         pieces = self._of(order.key)
         for piece in pieces:
-            if piece.folder == order.folder:
+            if piece.ticket == order.ticket:
                 if piece.vote is not None:
                     self._post(piece.vote)
                 continue
-            piece.folder, piece.vote = order.folder, None
+            if piece.ticket and piece.vote is None:
+                self._out.append(CancelWrites(piece.ticket))  # into a folder that is not there any more
+            piece.ticket, piece.vote = order.ticket, None
             self._out.append(
                 WritePiece(
                     piece.key,
+                    order.ticket,
                     piece.rank,
                     piece.arena,
                     piece.slot,
@@ -622,13 +626,13 @@ class SaverMachine:
         here = set(self._ranks_of.get(order.key.attempt, ()))
         for rank in sorted(here - {p.rank for p in pieces}):
             why = "its snapshot is not in memory any more"
-            self._post(m.VoteTold(order.key, rank, order.folder, None, "lost", why))
+            self._post(m.VoteTold(order.key, rank, order.ticket, None, "lost", why))
 
-    def _vote(self, key: SaveKey, rank: int, folder: str, written: Written | None, reason: str, why: str) -> None:
+    def _vote(self, key: SaveKey, rank: int, ticket: str, written: Written | None, reason: str, why: str) -> None:
         piece = self._pieces.get((key, rank))
-        if piece is None or piece.folder != folder:
-            return  # resolved meanwhile
-        piece.vote = m.VoteTold(key, rank, folder, written, reason, why)
+        if piece is None or piece.ticket != ticket:
+            return  # resolved, or ordered anew meanwhile
+        piece.vote = m.VoteTold(key, rank, ticket, written, reason, why)
         self._post(piece.vote)
 
     def _resolve(self, result: m.Resolved) -> None:
@@ -642,8 +646,8 @@ class SaverMachine:
             self._orders.pop(result.key, None)
             self._tiers.pop(result.key, None)
         pieces = self._of(result.key)
-        if any(p.folder and p.vote is None for p in pieces):
-            self._out.append(CancelWrites(result.key))
+        for ticket in sorted({p.ticket for p in pieces if p.ticket and p.vote is None}):
+            self._out.append(CancelWrites(ticket))
         for piece in pieces:
             self._let_go(piece)
             if result.state is SaveState.SKIPPED:
@@ -812,7 +816,7 @@ class SaverMachine:
                 self._out.append(End())
 
     def _give_up(self, why: str) -> None:
-        for key in {p.key for p in self._pieces.values() if p.folder or not self._is_bound}:
+        for key in sorted({p.key for p in self._pieces.values() if p.ticket or not self._is_bound}):
             self._resolve(m.Resolved(key, SaveState.FAILED, why, "coordinator_silent"))
             self._out.append(Report("checkpoint_failed", {"step": key.step, "attempt": key.attempt, "why": why}))
 

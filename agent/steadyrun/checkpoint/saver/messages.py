@@ -37,6 +37,7 @@ __all__ = [
     "LateTold",
     "LayoutTold",
     "MessageError",
+    "PlanAskedTold",
     "PlanTold",
     "RankGoneTold",
     "Remembered",
@@ -113,14 +114,24 @@ class SkippedTold:
 
 @dataclass(frozen=True, slots=True)
 class VoteTold:
-    """A rank's files are durable (*written*), or could not be written (*reason*, a value of WriteReason, and *why*)."""
+    """A rank's files are durable (*written*), or could not be written (*reason*, a value of WriteReason, and *why*).
+
+    *ticket*: of the order that it answers.
+    """
 
     key: SaveKey
     rank: int
-    folder: str
+    ticket: str
     written: Written | None
     reason: str = ""
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAskedTold:
+    """A node was told to write, and has missed the plan."""
+
+    plan_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +271,10 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class WriteOrdered:
+    """*ticket*: another one for every new folder; what was written for an older one is of no use."""
+
     key: SaveKey
+    ticket: str
     plan_id: str
     folder: str
     options: CheckpointOptions
@@ -344,6 +358,7 @@ FromNode = (
     | StagedTold
     | SkippedTold
     | VoteTold
+    | PlanAskedTold
     | RankGoneTold
     | RestoreTold
     | StartedTold

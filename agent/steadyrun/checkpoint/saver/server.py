@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -611,7 +612,7 @@ class Server:
             case e.WritePiece():
                 self._write(command)
             case e.CancelWrites():
-                self._pieces.cancel(command.key)
+                self._pieces.cancel(command.ticket)
             case e.LetGo():
                 box = self._memory.boxes.get(command.arena)
                 if box is not None:
@@ -679,7 +680,7 @@ class Server:
         box = self._memory.boxes.get(command.arena)
         if box is None:
             why = "its snapshot memory was given up"
-            self._node_event(e.PieceFailed(command.key, command.rank, command.folder, "lost", why))
+            self._node_event(e.PieceFailed(command.key, command.rank, command.ticket, "lost", why))
             return
         self._writers.submit(lambda: self._pieces.write(command, box))
 
@@ -716,7 +717,7 @@ class Server:
         is_coordinator, is_alone = binding.group_rank == 0, binding.group_world_size == 1
         if is_coordinator:
             if self._coordinator is None:
-                self._coordinator = c.Coordinator(self._limits[1])
+                self._coordinator = c.Coordinator(self._limits[1], name=uuid.uuid4().hex[:8])
             self._coordinator_event(c.Began(binding.attempt, binding.world_size, binding.group_world_size))
             self._work_coordinator_first()
             self._node_event(e.ExchangeBound(binding.attempt))

@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _NICE: Final = 10
+_KEPT_CANCELLED: Final = 64
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
@@ -78,17 +79,17 @@ class PieceWriter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cancelled: set[object] = set()
+        self._cancelled: set[str] = set()
         self._rates: dict[float, RateLimit] = {}
         self.done_bytes = 0
         self.total_bytes = 0
 
-    def cancel(self, key: object) -> None:
-        """Stop writing that save, soon."""
+    def cancel(self, ticket: str) -> None:
+        """Stop writing what was ordered with it, soon."""
         with self._lock:
-            self._cancelled.add(key)
-            if len(self._cancelled) > 64:
-                self._cancelled = {key}
+            if len(self._cancelled) > _KEPT_CANCELLED:
+                self._cancelled.clear()
+            self._cancelled.add(ticket)
 
     def _rate(self, most_bytes_per_s: float | None) -> RateLimit | None:
         """One for all writers of the node."""
@@ -103,8 +104,10 @@ class PieceWriter:
         """Write one rank's files from its slot, and note the checksums that were taken on the way."""
 
         def failed(reason: str, why: str) -> PieceFailed:
-            return PieceFailed(order.key, order.rank, order.folder, reason, why)
+            return PieceFailed(order.key, order.rank, order.ticket, reason, why)
 
+        if order.ticket in self._cancelled:
+            return failed("cancelled", "the save was given up")
         if not box.enter():
             return failed("lost", "its snapshot memory was given up")
         try:
@@ -115,7 +118,7 @@ class PieceWriter:
                 folder = Path(order.folder)
 
                 def progress(done_bytes: int, total_bytes: int) -> None:
-                    if order.key in self._cancelled:
+                    if order.ticket in self._cancelled:
                         raise _CancelledError
                     self.done_bytes, self.total_bytes = done_bytes, total_bytes
 
@@ -139,7 +142,7 @@ class PieceWriter:
             return failed("other", f"cannot write to {order.folder}: {type(e).__name__}: {e}")
         finally:
             box.leave()
-        return PieceWritten(order.key, order.rank, order.folder, _light(written))
+        return PieceWritten(order.key, order.rank, order.ticket, _light(written))
 
 
 def _light(written: Written) -> Written:
