@@ -166,79 +166,59 @@ class Killed(BaseException):
     """What the process does not survive."""
 
 
-class Remover:
-    """Removes as ``commit.remove`` does, in single operations of which one may be the last."""
+class Operations:
+    """Counts what changes folders, as ``commit.remove`` calls it, and lets the process die before one of them."""
 
-    def __init__(self, kill_at: int = 1 << 30) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kill_at: int) -> None:
         self.left = kill_at
+        for name in ("rename", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
-    def _operation(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
+    def _counted(self, call: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: object, **named: object) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            call(*args, **named)
 
-    def remove(self, folder: Path) -> None:
-        self._operation()
-        trash = folder.with_name(f".trash-{folder.name}")
-        folder.rename(trash)
-        self._empty(trash)
-
-    def _empty(self, trash: Path) -> None:
-        for name in sorted(os.listdir(trash)):
-            self._operation()
-            (trash / name).unlink()
-        self._operation()
-        trash.rmdir()
-
-    def sweep(self, root: Path) -> None:
-        for trash in look(root).trash:
-            self._empty(trash)
-
-
-def run(root: Path, keep: int = 2, remover: Remover | None = None) -> Pruned:
-    doer = remover or Remover()
-    return prune(root, Keep(keep), remove=doer.remove, sweep_trash=doer.sweep)
+        return counted
 
 
 def test_pruning_removes_what_can_go(make: Make, tmp_path: Path) -> None:
     made = [make(s) for s in (1, 2, 3, 4)]
-    assert run(tmp_path) == Pruned((made[0], made[1]))
+    assert prune(tmp_path, Keep(2)) == Pruned((made[0], made[1]))
     assert [c.step for c in look(tmp_path).complete] == [4, 3]
 
 
-def test_killed_at_any_operation_it_leaves_whole_checkpoints_only_and_the_next_run_finishes(tmp_path: Path) -> None:
-    for kill_at in range(11):
-        root = tmp_path / str(kill_at)
-        root.mkdir()
-        for step in (1, 2, 3, 4):
-            folder = root / str(FolderName(step))
-            folder.mkdir()
-            (folder / METADATA_NAME).write_bytes(b"m")
-            (folder / "__0_0.distcp").write_bytes(b"data")
-            files = (FileRecord(METADATA_NAME, 1), FileRecord("__0_0.distcp", 4))
-            manifest = Manifest(step, 0, "run", 1, 1.0, "2.13", "0.1", files)
-            (folder / MANIFEST_NAME).write_bytes(seal_manifest(manifest))
-        was_killed = False
+@pytest.mark.parametrize("kill_at", range(12))
+def test_killed_at_any_operation_it_leaves_whole_checkpoints_only_and_the_next_run_finishes(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int
+) -> None:
+    for step in (1, 2, 3, 4):
+        make(step)
+    was_killed = False
+    with monkeypatch.context() as patch:
+        Operations(patch, kill_at)
         try:
-            run(root, remover=Remover(kill_at))
+            prune(tmp_path, Keep(2))
         except Killed:
             was_killed = True
-        assert was_killed == (kill_at < 10)
-        found = look(root)
-        assert all(c.is_complete for c in found.checkpoints)
-        assert [c.step for c in found.complete][:2] == [4, 3]
-        run(root)
-        assert sorted(os.listdir(root)) == ["step-000000003", "step-000000004"]
+    assert was_killed == (kill_at < 10)  # two folders of three files: rename, three unlinks, rmdir each
+    found = look(tmp_path)
+    assert all(c.is_complete for c in found.checkpoints)
+    assert [c.step for c in found.complete][:2] == [4, 3]
+    prune(tmp_path, Keep(2))
+    assert sorted(os.listdir(tmp_path)) == ["step-000000003", "step-000000004"]
 
 
 def test_one_that_is_being_read_stays_until_the_reader_is_done(make: Make, tmp_path: Path) -> None:
     made = [make(s) for s in (1, 2, 3, 4)]
     with hold(made[0]):
-        pruned = run(tmp_path)
+        pruned = prune(tmp_path, Keep(2))
         assert pruned.removed == (made[1],)
         assert [path for path, _ in pruned.failed] == [made[0]]
         assert "somebody reads it" in pruned.failed[0][1]
-    assert run(tmp_path) == Pruned((made[0],))
+    assert prune(tmp_path, Keep(2)) == Pruned((made[0],))
 
 
 def test_what_cannot_be_removed_is_told_and_the_rest_goes_on(make: Make, tmp_path: Path) -> None:
@@ -260,7 +240,7 @@ def test_one_that_somebody_else_removed_first_is_nothing_to_speak_of(make: Make,
     make(1)
     removals = look(tmp_path).checkpoints
     shutil.rmtree(removals[0].path)
-    assert apply(removals, Remover().remove) == Pruned()
+    assert apply(removals, os.rmdir) == Pruned()
 
 
 def test_a_new_line_after_a_rollback_is_not_pushed_out_by_the_old_one(make: Make, tmp_path: Path) -> None:
@@ -268,12 +248,12 @@ def test_a_new_line_after_a_rollback_is_not_pushed_out_by_the_old_one(make: Make
         folder = make(step)
         if step > 4:
             set_aside(folder, "rollback to step 4")
-    assert run(tmp_path) == Pruned()
+    assert prune(tmp_path, Keep(2)) == Pruned()
     make(5)
-    assert [p.name for p in run(tmp_path).removed] == ["step-000000002"]
+    assert [p.name for p in prune(tmp_path, Keep(2)).removed] == ["step-000000002"]
 
 
-def test_with_the_real_remover(make: Make, tmp_path: Path) -> None:
+def test_what_an_earlier_removal_left_is_swept(make: Make, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(step)
     left = tmp_path / ".trash-step-000000000-01234567"
