@@ -123,7 +123,9 @@ def run_rollback(args: argparse.Namespace, console: Console) -> int:
     if args.cancel:
         withdrawn = rollback.cancel(root)
         if args.json:
-            console.json({"schema": ROLLBACK_SCHEMA, "root": str(root), "cancelled": withdrawn})
+            console.json(
+                {"schema": ROLLBACK_SCHEMA, "root": str(root), "cancelled": withdrawn and _request_json(withdrawn)}
+            )
         else:
             console.print("no rollback was waiting" if withdrawn is None else f"withdrawn: {_words(withdrawn)}")
         return int(withdrawn is None)
@@ -138,7 +140,7 @@ def run_rollback(args: argparse.Namespace, console: Console) -> int:
                 "root": str(root),
                 "run": None if run is None else str(run.root),
                 "is_live": is_live,
-                "request": asked,
+                "request": _request_json(asked),
                 "checkpoint": {"path": str(chosen.path), "step": chosen.step, "is_verified": chosen.is_verified},
                 "set_aside_count": len(newer),
             }
@@ -152,6 +154,15 @@ def run_rollback(args: argparse.Namespace, console: Console) -> int:
     when = "the run is live: its saver restarts the ranks" if is_live else "the next start of the job carries it out"
     console.print(console.styled(f"  {when}; withdraw it with: steadyctl ckpt rollback {root} --cancel", "dim"))
     return 0
+
+
+def _request_json(asked: rollback.Request) -> dict[str, Any]:
+    return {
+        "id": asked.id,
+        "to": asked.to,
+        "skip_batches": asked.skip_batches,
+        "requested_at_unix_s": asked.requested_at_unix_s,
+    }
 
 
 def _words(asked: rollback.Request) -> str:

@@ -8,9 +8,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from steadyrun.checkpoint import quarantine
 from steadyrun.checkpoint.catalog import SUPERSEDED_NAME
 from steadyrun.checkpoint.commit import mark_verified
 from steadyrun.checkpoint.contents import (
@@ -111,13 +113,14 @@ def run_ls(args: argparse.Namespace, console: Console) -> int:
     """0; 1 when one is incomplete or the pointer to the newest leads nowhere."""
     listing = _find(args.path)
     is_well = all(f.is_complete or f.is_partial for f in listing.checkpoints)
+    quarantined = _quarantined(listing.checkpoints)
     code = int(listing.pointer_problem is not None or not is_well)
     if args.json:
         console.json(
             {
                 "schema": LS_SCHEMA,
                 "path": str(args.path),
-                "checkpoints": [_found_json(f) for f in listing.checkpoints],
+                "checkpoints": [_found_json(f, f.path in quarantined) for f in listing.checkpoints],
                 "pointer_problem": listing.pointer_problem,
             }
         )
@@ -134,7 +137,7 @@ def run_ls(args: argparse.Namespace, console: Console) -> int:
                 str(len(found.files)),
                 size(found.size_bytes),
                 ago(found.written_unix_s, now),
-                ", ".join(_states(found, console)),
+                ", ".join(_states(found, found.path in quarantined, console)),
             ]
         )
     columns = [
@@ -161,7 +164,22 @@ def _writer(found: Found) -> str:
     return "steadyrun" if found.is_ours else WRITERS[found.kind]
 
 
-def _states(found: Found, console: Console) -> list[str]:
+def _quarantined(checkpoints: Iterable[Found]) -> set[Path]:
+    """Those that are not resumed from any more; a list that cannot be read is left to the command that is for it."""
+    found = set()
+    for root, group in groupby(checkpoints, key=lambda f: f.path.parent):
+        try:
+            entries = quarantine.read(root).quarantined()
+        except quarantine.QuarantineError:
+            continue
+        for f in group:
+            manifest = f.manifest
+            if manifest and any(e.is_of(manifest.step, manifest.attempt, manifest.created_unix_s) for e in entries):
+                found.add(f.path)
+    return found
+
+
+def _states(found: Found, is_quarantined: bool, console: Console) -> list[str]:
     """What is worth saying about a checkpoint in a list."""
     words = ["latest"] if found.is_latest else []
     if found.manifest is not None:
@@ -174,6 +192,8 @@ def _states(found: Found, console: Console) -> list[str]:
         words.append(console.styled("incomplete: no .metadata", "red"))
     if (found.path / SUPERSEDED_NAME).exists():
         words.append(console.styled("set aside by a rollback", "yellow"))
+    if is_quarantined:
+        words.append(console.styled("quarantined", "yellow"))
     missing = missing_ranks(found.path)
     if missing:
         some = ", ".join(map(str, missing[:4])) + (" ..." if len(missing) > 4 else "")
@@ -181,7 +201,7 @@ def _states(found: Found, console: Console) -> list[str]:
     return words
 
 
-def _found_json(found: Found) -> dict[str, Any]:
+def _found_json(found: Found, is_quarantined: bool) -> dict[str, Any]:
     return {
         "path": str(found.path),
         "kind": found.kind,
@@ -193,6 +213,7 @@ def _found_json(found: Found) -> dict[str, Any]:
         "is_complete": found.is_complete,
         "is_partial": found.is_partial,
         "is_set_aside": (found.path / SUPERSEDED_NAME).exists(),
+        "is_quarantined": is_quarantined,
         "waits_for_ranks": missing_ranks(found.path) or (),
         "manifest": None if found.manifest is None else _manifest_json(found.manifest),
         "manifest_problem": found.manifest_problem,
