@@ -6,6 +6,7 @@ shard and object in that rank's files. Only the fragments that are asked for are
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from steadyrun.checkpoint.checksums import xxh3
 from steadyrun.checkpoint.commit import open_manifest
 from steadyrun.checkpoint.manifest import (
     MANIFEST_NAME,
+    MANIFEST_SCHEMA,
     FileRecord,
     Fragment,
     Manifest,
@@ -24,8 +26,10 @@ from steadyrun.checkpoint.manifest import (
     fragment_name,
 )
 
-__all__ = ["Fragments", "open_fragments"]
+__all__ = ["Fragments", "is_meant_for_us", "open_fragments"]
 
+_FRAGMENT: Final = re.compile(r"__\d+\.shards\.json")
+_HEAD_BYTES: Final = 256
 _DATA_FILE: Final = re.compile(r"__(\d+)_[01]\.distcp")
 
 
@@ -97,15 +101,25 @@ def _rank_of(file: str) -> int | None:
 
 
 def open_fragments(folder: Path) -> Fragments | None:
-    """The checksums of *folder*; None when it has no manifest.
+    """The checksums of *folder*; None when it has no manifest of ours.
 
     Raises:
-        ManifestError: it has one that cannot be read.
+        ManifestError: it has one, and that cannot be read.
     """
     try:
-        text = (folder / MANIFEST_NAME).read_bytes()
+        data = (folder / MANIFEST_NAME).read_bytes()
     except FileNotFoundError:
         return None
     except OSError as e:
         raise ManifestError(f"{MANIFEST_NAME} cannot be read: {e.strerror or e}") from e
-    return Fragments(folder, open_manifest(text))
+    try:
+        return Fragments(folder, open_manifest(data))
+    except ManifestError:
+        if is_meant_for_us(data) or any(_FRAGMENT.fullmatch(name) for name in os.listdir(folder)):
+            raise
+        return None
+
+
+def is_meant_for_us(data: bytes) -> bool:
+    """Whether a ``manifest.json`` that cannot be read is a damaged one of ours; other programs use that name, too."""
+    return MANIFEST_SCHEMA.encode() in data[:_HEAD_BYTES] or b'"xxh3": "' in data[-_HEAD_BYTES:]

@@ -25,10 +25,9 @@ from steadyrun.checkpoint.contents import (
     Tensor,
     UnusableCheckpointError,
 )
-from steadyrun.checkpoint.fragments import Fragments
+from steadyrun.checkpoint.fragments import Fragments, is_meant_for_us
 from steadyrun.checkpoint.manifest import (
     MANIFEST_NAME,
-    MANIFEST_SCHEMA,
     METADATA_NAME,
     FolderName,
     Manifest,
@@ -55,7 +54,7 @@ _STEP: Final = re.compile(r"(\d+)(?!.*\d)")
 _POINTERS: Final = ("latest", "latest_checkpointed_iteration.txt")
 _HAVE_NO_MORE_BELOW: Final = (Kind.DCP, Kind.MEGATRON_DCP, Kind.MEGATRON, Kind.DEEPSPEED)
 _DEPTH: Final = 3
-_SCHEMA_WITHIN_BYTES: Final = 256
+_FRAGMENT: Final = re.compile(r"__\d+\.shards\.json")
 _MOST_INDEX_BYTES: Final = 256 << 20
 # A data file may be closed a little after the metadata's time stamp was taken on another machine.
 _LATER_S: Final = 2.0
@@ -171,7 +170,10 @@ def _saved_unix_s(found: Found) -> float:
 def _walk(folder: Path, depth: int) -> Iterator[Found]:
     kind = _folder_kind(folder)
     if kind is not None:
-        yield _found(folder, kind)
+        found = _found(folder, kind)
+        yield found
+        if found.manifest is not None:
+            return  # what is below belongs to it
     if kind in _HAVE_NO_MORE_BELOW or depth == 0:
         return
     with os.scandir(folder) as entries:
@@ -188,8 +190,7 @@ def _found(folder: Path, kind: Kind) -> Found:
     try:
         manifest = open_manifest(data)
     except ManifestError as e:
-        # Other programs give files that name, too; one of ours says so at its beginning, whatever has become of it.
-        is_ours = f'"schema": "{MANIFEST_SCHEMA}"'.encode() in data[:_SCHEMA_WITHIN_BYTES]
+        is_ours = is_meant_for_us(data) or any(_FRAGMENT.fullmatch(name) for name in files)
         return Found(folder, kind, tuple(files.values()), manifest_problem=str(e) if is_ours else None)
     for record in manifest.files:  # also those in folders below, which belong to it as well
         if record.name not in files and not dcp.is_outside(record.name):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import threading
 import time
 import uuid
@@ -24,7 +25,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
@@ -64,6 +71,7 @@ NO_MANIFEST: Final = (
     "without a manifest of steadyrun only the CRC32 of each tensor could be compared: "
     "a file of another step with the same layout would pass"
 )
+_NAMED: Final = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
 _TASK_BYTES: Final = 64 << 20
 _MOST_THREADS: Final = 4
 
@@ -289,7 +297,9 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises as ``load_folder``; all is done when it returns."""
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        self._check_coverage(tensors)
+        # All that is wanted: a shard whose place in the tensor is damaged may be in no item of the plan at all.
+        wanted = getattr(planner, "state_dict", None)
+        self._check_coverage([*(i.storage_index.fqn for i in tensors), *(wanted if isinstance(wanted, dict) else ())])
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         jobs = self._jobs(tensors, targets)
         objects = [(item, self._place(item)) for item in plan.items if item.type is LoadItemType.BYTE_IO]
@@ -304,6 +314,8 @@ class Reader(StorageReader):
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, content in contents:
+            if not isinstance(planner, _Planner) and not self._is_trusted:
+                self.unpickle(item.dest_index.fqn, io.BytesIO(content))  # torch's own planner trusts whatever comes
             planner.load_bytes(item, io.BytesIO(content))
         self.loaded_bytes += sum(t.numel() * t.element_size() for t in targets) + sum(len(c) for _, c in contents)
         done: Future[None] = Future()
@@ -369,10 +381,11 @@ class Reader(StorageReader):
         except pickle.UnpicklingError as e:
             if not self._is_trusted:
                 why = "has no manifest of steadyrun" if self.manifest is None else "was not verified"
-                named = str(e).partition("\n")[0]
+                found = _NAMED.search(str(e))
+                names = f"names {found[1]}, which may run code" if found else "may run code"
                 raise UntrustedObjectError(
-                    f"cannot load {key} from {self.folder}: unpickling it may run what it names, and the folder {why} "
-                    f"(torch: {named}); pass trust=True if you know who wrote it"
+                    f"cannot load {key} from {self.folder}: its pickle {names}, and the folder {why}; "
+                    "pass trust=True if you know who wrote it"
                 ) from e
         value.seek(0)
         return torch.load(value, map_location=where, weights_only=False)
@@ -393,24 +406,19 @@ class Reader(StorageReader):
         except Exception as e:  # a damaged pickle can raise anything
             raise DamagedFolderError(self.folder, f"{name} is damaged: {type(e).__name__}: {e}") from e
         try:
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds a {type(metadata).__name__}")
-            for index, info in (metadata.storage_data or {}).items():
-                if not (isinstance(index, MetadataIndex) and isinstance(info.relative_path, str)):
-                    raise TypeError("no list of what is stored where")
-                if dcp.is_outside(info.relative_path) or info.offset < 0 or info.length < 0:
-                    raise ValueError(f"an entry lies outside of the folder: {info.relative_path!r}")
-            metadata.state_dict_metadata.items()
+            _check_structure(metadata)
         except (AttributeError, TypeError, ValueError) as e:
             raise DamagedFolderError(self.folder, f"{name} does not have the structure that torch writes: {e}") from e
-        return metadata
+        return cast(Metadata, metadata)
 
-    def _check_coverage(self, items: Sequence[ReadItem]) -> None:
+    def _check_coverage(self, keys: Iterable[str]) -> None:
         """Every element of each wanted tensor is stored, once: ``dcp.load`` leaves what is not as it was."""
         if self._fragments is not None and self.verify:
             return  # as planned and written by us, and not a byte of it has changed
-        for key in dict.fromkeys(item.storage_index.fqn for item in items):
-            entry = self._entry(key)
+        for key in dict.fromkeys(keys):
+            entry = self.metadata.state_dict_metadata.get(key)
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
             shards = [Shard(tuple(c.offsets), tuple(c.sizes), _ANYWHERE) for c in entry.chunks]
             problems = dcp.coverage_problems(Tensor(key, str(entry.properties.dtype), tuple(entry.size), tuple(shards)))
             if problems:
@@ -592,6 +600,34 @@ def _read_all(file: io.FileIO, place: Place) -> bytes:
         parts.append(data)
         at += len(data)
     return b"".join(parts)
+
+
+def _check_structure(metadata: Any) -> None:
+    """Damage that leaves a pickle readable must not surface somewhere in torch's planner.
+
+    Raises:
+        AttributeError, TypeError, ValueError: it is not what a planner can work with.
+    """
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it holds a {type(metadata).__name__}")
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise TypeError(f"a key is a {type(key).__name__}")
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.properties.dtype, torch.dtype):
+            raise TypeError(f"no description of {key}")
+        boxes = [(c.offsets, c.sizes) for c in entry.chunks]
+        for sizes in (entry.size, *(s for box in boxes for s in box)):
+            if not isinstance(sizes, torch.Size) or len(sizes) != len(entry.size) or (sizes and min(sizes) < 0):
+                raise ValueError(f"impossible sizes of {key}")
+    if not isinstance(metadata.storage_data, dict):
+        raise TypeError("no list of where everything is")
+    for index, info in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or dcp.is_outside(info.relative_path):
+            raise ValueError("an entry is not one of the folder")
+        if not (isinstance(info.offset, int) and isinstance(info.length, int)) or min(info.offset, info.length) < 0:
+            raise ValueError(f"no valid place in {info.relative_path!r}")
 
 
 class _RefusedError(Exception):
