@@ -31,20 +31,24 @@ def affordable_slots(
     """
     limit_bytes = int(available_bytes * SHARE)
     slots = min(wanted, limit_bytes // needed_per_slot_bytes if needed_per_slot_bytes > 0 else wanted)
-    one = f"one snapshot of this node's ranks takes {needed_per_slot_bytes / _GIB:.2f} GiB"
-    free = f"{available_bytes / _GIB:.2f} GiB are free" + (f" ({limited_by})" if limited_by else "")
+    one = f"a snapshot of this node's ranks takes {_size(needed_per_slot_bytes)}"
+    free = f"{_size(available_bytes)} are free" + (f" ({limited_by})" if limited_by else "")
     if wanted <= 0:
         return 0, "no snapshots in memory were asked for: saves are written directly"
     if slots >= wanted:
-        return wanted, f"{wanted} in memory: {one}, {free}"
+        return wanted, f"{wanted} snapshots are kept in memory: {one}, {free}"
     why = f"{one}, {free}, and snapshots take at most {SHARE:.0%} of that"
     if slots >= 1:
         consequence = "; a rank that dies while it copies leaves none" if slots == 1 else ""
-        return slots, f"{slots} instead of {wanted} in memory: {why}{consequence}"
+        return slots, f"{slots} instead of {wanted} snapshots are kept in memory: {why}{consequence}"
     return 0, (
         f"no snapshots in memory: {why}; saves are written directly and block the training until they are written "
         f"(give the job more memory, or shard the state over more ranks)"
     )
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.2f} GiB" if size_bytes >= _GIB // 10 else f"{size_bytes / (1 << 20):.1f} MiB"
 
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
