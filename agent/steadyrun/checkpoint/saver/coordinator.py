@@ -21,6 +21,8 @@ from typing_extensions import assert_never
 from steadyrun.checkpoint.choose import Choice, FolderOffer, Offer, Quarantined, Rejected, Source, choose
 from steadyrun.checkpoint.layout import Layout
 from steadyrun.checkpoint.planning import Plan
+from steadyrun.checkpoint.quarantine import Loaded
+from steadyrun.checkpoint.rollback import Request, is_superseded, merged
 from steadyrun.checkpoint.saver import messages as m
 from steadyrun.checkpoint.saver.messages import SaveKey
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
@@ -29,6 +31,7 @@ from steadyrun.checkpoint.shardfile import Written
 
 __all__ = [
     "AbandonFolder",
+    "AskRestart",
     "Began",
     "CommitFolder",
     "CommitRefused",
@@ -41,12 +44,16 @@ __all__ = [
     "FoldersListed",
     "Limits",
     "ListFolders",
+    "LookForRollback",
     "MakePlan",
+    "NoteFailure",
+    "NoteLoaded",
     "OpenFolder",
     "Phase",
     "PlanMade",
     "Prune",
     "Record",
+    "RollbackLooked",
     "Say",
     "Tell",
     "Tick",
@@ -63,6 +70,7 @@ class Limits:
         restore_wait: for saves that are still being written when the ranks ask where to resume.
         republish: for the other nodes to tell what they hold, after an attempt has begun.
         beat: between signs of life.
+        rollback: between looks for a request of ``steadyctl ckpt rollback``.
         repeat: from a node's coming until what it may have missed is said again, once for all that come meanwhile.
     """
 
@@ -72,16 +80,18 @@ class Limits:
     republish: float = 30.0
     beat: float = 5.0
     repeat: float = 0.1
+    rollback: float = 2.0
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Began:
-    """Ranks of an attempt are being started on *nodes* nodes."""
+    """Ranks of an attempt are being started on *nodes* nodes. *rollback*: what ``--ft-rollback`` asks for."""
 
     attempt: int
     world_size: int
     nodes: int
+    rollback: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +135,33 @@ class CommitRefused:
 
 @dataclass(frozen=True, slots=True)
 class FoldersListed:
-    """*why*: what could not be looked at; empty when all was."""
+    """What is in the folders, and what is known beside them.
+
+    Attributes:
+        rollback_to: of a rollback that was carried out just now, or could not be.
+        rollbacks: all that were carried out.
+        skipped_by_path: batches that checkpoints leave out by their manifests.
+        experience: None when none was kept.
+        why: what could not be looked at; empty when all was.
+    """
 
     attempt: int
     round: int
     folders: tuple[FolderOffer, ...]
     quarantined: tuple[Quarantined, ...] = ()
     rollback_to: int | None = None
-    skip_batches: tuple[tuple[int, int], ...] = ()
+    rollbacks: tuple[Request, ...] = ()
     skipped_by_path: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    experience: Experience | None = None
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackLooked:
+    """Whether a request for a rollback waits in the root: its id, else empty."""
+
+    id: str
+    to: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +178,7 @@ CoordinatorEvent = (
     | FolderCommitted
     | CommitRefused
     | FoldersListed
+    | RollbackLooked
     | Tick
 )
 
@@ -199,9 +227,43 @@ class AbandonFolder:
 
 @dataclass(frozen=True, slots=True)
 class ListFolders:
+    """Look what there is, and carry out a rollback that waits, or that *rollback* asks for."""
+
     attempt: int
     round: int
     options: CheckpointOptions
+    rollback: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NoteLoaded:
+    """For the quarantine: what this attempt goes on from."""
+
+    options: CheckpointOptions
+    loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class NoteFailure:
+    """For the quarantine, and for the next run's interval."""
+
+    options: CheckpointOptions
+    attempt: int
+    step: int | None
+    signature: str
+    experience: Experience | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookForRollback:
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class AskRestart:
+    """Of the agents: the ranks have to begin again from another checkpoint."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +272,7 @@ class Prune:
 
     options: CheckpointOptions
     in_use: tuple[str, ...]
+    experience: Experience | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +290,21 @@ class Say:
     text: str
 
 
-CoordinatorCommand = Tell | MakePlan | OpenFolder | CommitFolder | AbandonFolder | ListFolders | Prune | Record | Say
+CoordinatorCommand = (
+    Tell
+    | MakePlan
+    | OpenFolder
+    | CommitFolder
+    | AbandonFolder
+    | ListFolders
+    | LookForRollback
+    | AskRestart
+    | NoteLoaded
+    | NoteFailure
+    | Prune
+    | Record
+    | Say
+)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -330,6 +407,10 @@ class Coordinator:
         self._began_s = 0.0
         self._beat_s = -inf
         self._repeat_s = inf
+        self._looked_s = -inf
+        self._is_looking = False
+        self._asked_restart = ""
+        self._rollback: Mapping[str, Any] | None = None
         self._layouts: dict[tuple[int, str], Layout] = {}
         self._plans: dict[str, PlanMade | None] = {}
         self._planned: dict[str, tuple[Layout, ...]] = {}
@@ -367,6 +448,8 @@ class Coordinator:
         at_s = [s.since_s + self._limits.staging for s in self._saves.values() if s.phase is Phase.GATHERING]
         at_s += [f.until_s for f in self._flushes]
         at_s.append(self._repeat_s)
+        if self._is_training and not self._is_looking:
+            at_s.append(self._looked_s + self._limits.rollback)
         if self._waiting_for_nodes():
             at_s += [self._heard_s.get(n, self._began_s) + self._limits.silence for n in self._other_nodes()]
             at_s.append(self._beat_s + self._limits.beat)
@@ -456,6 +539,11 @@ class Coordinator:
                 self._on_committed(event, now_s)
             case FoldersListed():
                 self._on_listed(event)
+            case RollbackLooked():
+                self._is_looking = False
+                if event.id and event.id != self._asked_restart and self._is_training:
+                    self._asked_restart = event.id
+                    self._out.append(AskRestart(f"rollback to step {event.to} was requested"))
             case Tick():
                 pass
             case _:
@@ -469,7 +557,7 @@ class Coordinator:
         attempt.world_size = event.world_size
         for old in [n for n in self._attempts if n < event.attempt - 3]:
             del self._attempts[old]
-        self._nodes = event.nodes
+        self._nodes, self._rollback = event.nodes, event.rollback
         self._began_s = now_s
         self._republished.clear()
         self._rank_nodes.clear()
@@ -746,7 +834,8 @@ class Coordinator:
             self._out.append(Record("checkpoint_committed", {"step": step, "attempt": attempt, **fields}))
             options = self._options_for(save)
             if options is not None and options.options is not None:
-                self._out.append(Prune(options.options, self._in_use()))
+                experience = self.schedule.experience() if self.schedule is not None else None
+                self._out.append(Prune(options.options, self._in_use(), experience))
         elif state is SaveState.FAILED:
             fields = {"step": step, "attempt": attempt, "why": why, "reason": reason}
             self._out.append(Record("checkpoint_failed", fields))
@@ -820,6 +909,11 @@ class Coordinator:
             self._out.append(Tell(save.result))
 
     def _look_at_clock(self, now_s: float) -> None:
+        options = self._attempt.options
+        is_due = self._is_training and not self._is_looking and now_s >= self._looked_s + self._limits.rollback
+        if is_due and options is not None:
+            self._looked_s, self._is_looking = now_s, True
+            self._out.append(LookForRollback(options))
         if now_s >= self._repeat_s:
             self._repeat_s = inf
             self._repeat()
@@ -875,7 +969,7 @@ class Coordinator:
             if options is None:
                 self._on_listed(FoldersListed(attempt, number, ()))
             else:
-                self._out.append(ListFolders(attempt, number, options))
+                self._out.append(ListFolders(attempt, number, options, self._rollback))
 
     def _options_of_restore(self) -> CheckpointOptions | None:
         known = [a.options for _, a in sorted(self._attempts.items(), reverse=True) if a.options is not None]
@@ -895,26 +989,43 @@ class Coordinator:
         return bool(newer)
 
     def _choose(self, question: _Question, listed: FoldersListed) -> Choice:
-        offers = {r: Offer(a.digest, a.snapshots) for r, a in question.asked.items()}
+        offers = {
+            r: Offer(
+                a.digest,
+                tuple(s for s in a.snapshots if not is_superseded(listed.rollbacks, s.step, s.saved_unix_s)),
+            )
+            for r, a in question.asked.items()
+        }
         rejected: list[Rejected] = [r for a in question.asked.values() for r in a.rejected]
         folders = [*listed.folders, *(f for a in question.asked.values() for f in a.folders)]
         return choose(offers, folders, rejected, listed.quarantined, listed.rollback_to)
 
     def _on_listed(self, event: FoldersListed) -> None:
+        self.experience = self.experience or event.experience
         question = self._questions.get((event.attempt, event.round))
         if question is None or question.answer is not None:
             return
         choice = self._choose(question, event)
         if choice.source is Source.NONE and event.why:
             choice = dataclasses.replace(choice, why=event.why)
-        skips = dict.fromkeys((*event.skipped_by_path.get(choice.path, ()), *event.skip_batches))
-        question.answer = m.Chosen(event.attempt, event.round, choice, tuple(skips))
+        skips = [*event.skipped_by_path.get(choice.path, ()), *(r for b in event.rollbacks for r in b.skip_batches)]
+        question.answer = m.Chosen(event.attempt, event.round, choice, tuple(merged(skips)))
         self._out.append(Tell(question.answer))
         fields: dict[str, Any] = {"attempt": event.attempt, "source": choice.source.value, "why": choice.why}
         if choice.source is not Source.NONE:
             fields.update(step=choice.step, from_attempt=choice.attempt, path=choice.path)
+            options = self._options_of_restore()
+            if options is not None and choice.tier is not None:
+                loaded = Loaded(choice.step, choice.attempt, choice.tier, event.attempt, 0.0)
+                self._out.append(NoteLoaded(options, loaded))
         fields["refused"] = [str(r) for r in choice.refused[:20]]
         self._out.append(Record("checkpoint_restored", fields))
+        if event.why:
+            self._out.append(Say(event.why))
+
+    @property
+    def _is_training(self) -> bool:
+        return 0 < self._attempt.world_size <= len(self._attempt.started)
 
     # -- agreeing and flushing -----------------------------------------------------------------------------------------
     def _on_agree(self, event: m.AgreeTold) -> None:
@@ -974,6 +1085,10 @@ class Coordinator:
         if self.schedule is not None:
             survived = any(s.is_complete for s in self._saves.values())
             self.schedule.failed(survived)
+        options = self._of(event.attempt).options
+        if options is not None:
+            experience = self.schedule.experience() if self.schedule is not None else None
+            self._out.append(NoteFailure(options, event.attempt, event.step, event.signature, experience))
         # The state of training is nowhere else now: bring the newest snapshot to safety.
         self._flushes.append(_Flush(f"failed/{event.attempt}", False, now_s + self._limits.restore_wait))
 

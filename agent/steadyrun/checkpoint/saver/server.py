@@ -27,7 +27,6 @@ from typing_extensions import assert_never
 
 from steadyrun.checkpoint.arena import ArenaError
 from steadyrun.checkpoint.durable import write_whole
-from steadyrun.checkpoint.retention import Pruned
 from steadyrun.checkpoint.saver import coordinator as c
 from steadyrun.checkpoint.saver import events as e
 from steadyrun.checkpoint.saver import messages as m
@@ -73,13 +72,7 @@ class _Opened:
     box: Box | None
 
 
-@dataclass(frozen=True, slots=True)
-class _PrunedAll:
-    options: CheckpointOptions
-    pruned: Pruned
-
-
-_Done = e.NodeEvent | c.CoordinatorEvent | _Opened | _PrunedAll | Connected | Lost | Heard | None
+_Done = e.NodeEvent | c.CoordinatorEvent | _Opened | writer.Told | Connected | Lost | Heard | None
 
 
 class _Pool:
@@ -214,8 +207,12 @@ class Server:
                 pass
             case _Opened():
                 self._on_opened(event)
-            case _PrunedAll():
-                self._on_pruned(event)
+            case writer.Told():
+                for type_, fields in event.records:
+                    self._removed += type_ == "checkpoint_removed"
+                    self._record(type_, fields)
+                for text in event.notes:
+                    self._tell_agent("note", text=text)
             case Connected():
                 self._on_connected(event)
             case Lost():
@@ -225,7 +222,7 @@ class Server:
                 self._on_heard(event.message)
             case c.PlanMade() | c.FolderOpened() | c.FolderRefused() | c.FolderCommitted() | c.CommitRefused():
                 self._coordinator_event(event)
-            case c.FoldersListed():
+            case c.FoldersListed() | c.RollbackLooked():
                 self._coordinator_event(event)
             case _:
                 self._node_event(event)
@@ -718,7 +715,9 @@ class Server:
         if is_coordinator:
             if self._coordinator is None:
                 self._coordinator = c.Coordinator(self._limits[1], name=uuid.uuid4().hex[:8])
-            self._coordinator_event(c.Began(binding.attempt, binding.world_size, binding.group_world_size))
+            self._coordinator_event(
+                c.Began(binding.attempt, binding.world_size, binding.group_world_size, binding.rollback)
+            )
             self._work_coordinator_first()
             self._node_event(e.ExchangeBound(binding.attempt))
         else:
@@ -763,21 +762,22 @@ class Server:
                 self._chores.submit(lambda: writer.abandon_folder(order))
             case c.ListFolders():
                 self._listers.submit(lambda: writer.list_folders(order))
+            case c.LookForRollback():
+                self._listers.submit(lambda: writer.look_for_rollback(order))
+            case c.NoteLoaded():
+                self._listers.submit(lambda: writer.note_loaded(order))
+            case c.NoteFailure():
+                self._listers.submit(lambda: writer.note_failure(order))
+            case c.AskRestart():
+                self._tell_agent("restart", why=order.why)
             case c.Prune():
-                self._chores.submit(lambda: _PrunedAll(order.options, writer.prune_folder(order)))
+                self._chores.submit(lambda: writer.prune_folder(order))
             case c.Record():
                 self._record(order.type, order.fields)
             case c.Say():
                 self._tell_agent("note", text=order.text)
             case _:
                 assert_never(order)
-
-    def _on_pruned(self, event: _PrunedAll) -> None:
-        self._removed += len(event.pruned.removed)
-        for path in event.pruned.removed:
-            self._record("checkpoint_removed", {"path": str(path)})
-        for path, why in event.pruned.failed:
-            self._record("checkpoint_not_removed", {"path": str(path), "why": why})
 
     # -- what outlives this process ------------------------------------------------------------------------------------
     def _note(self) -> None:

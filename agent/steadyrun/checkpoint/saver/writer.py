@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import json
 import os
 import platform
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from steadyrun.checkpoint import commit, quarantine
+from steadyrun.checkpoint import commit, quarantine, rollback
 from steadyrun.checkpoint.arena import ArenaError
 from steadyrun.checkpoint.catalog import CatalogError, Listed, list_checkpoints
 from steadyrun.checkpoint.choose import FolderOffer, Quarantined
 from steadyrun.checkpoint.dcpfile import metadata_bytes
-from steadyrun.checkpoint.manifest import Fragment, Manifest, ManifestError
+from steadyrun.checkpoint.durable import write_whole
+from steadyrun.checkpoint.manifest import Fragment, Manifest
 from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.retention import Keep, Pruned, prune
 from steadyrun.checkpoint.saver.coordinator import (
@@ -31,27 +36,40 @@ from steadyrun.checkpoint.saver.coordinator import (
     FolderRefused,
     FoldersListed,
     ListFolders,
+    LookForRollback,
     MakePlan,
+    NoteFailure,
+    NoteLoaded,
     OpenFolder,
     PlanMade,
     Prune,
+    RollbackLooked,
 )
 from steadyrun.checkpoint.saver.events import PieceFailed, PieceWritten, WritePiece
 from steadyrun.checkpoint.saver.memory import Box
 from steadyrun.checkpoint.saves import TierName
+from steadyrun.checkpoint.schedule import Experience
 from steadyrun.checkpoint.shardfile import RateLimit, WriteError, WriteOptions, Written, write_rank_files
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
+    "EXPERIENCE_NAME",
     "PieceWriter",
+    "Told",
     "abandon_folder",
     "commit_folder",
+    "folder_offer",
     "list_folders",
+    "look_for_rollback",
     "lower_priority",
     "make_plan",
+    "note_failure",
+    "note_loaded",
     "open_folder",
     "prune_folder",
 ]
+
+EXPERIENCE_NAME: Final = "experience.json"
 
 _NICE: Final = 10
 _KEPT_CANCELLED: Final = 64
@@ -228,46 +246,147 @@ def _texts(details: Mapping[str, object], name: str) -> tuple[str, ...]:
     return tuple(str(v) for v in values) if isinstance(values, (list, tuple)) else ()
 
 
+# -- resuming ----------------------------------------------------------------------------------------------------------
 def list_folders(order: ListFolders) -> FoldersListed:
+    """What can be resumed from, after a rollback that waits was carried out."""
     root = Path(order.options.root)
-    why = ""
+    problems: list[str] = []
+    rollback_to = _roll_back(root, order.rollback, problems)
     listed: tuple[Listed, ...] = ()
+    quarantined: tuple[Quarantined, ...] = ()
+    rollbacks: tuple[rollback.Request, ...] = ()
     try:
         listed = list_checkpoints(root)
-    except CatalogError as e:
-        why = str(e)
-    quarantined: tuple[Quarantined, ...] = ()
-    try:
+        rollbacks = rollback.carried_out(root)
         quarantined = quarantine.read(root).quarantined()
-    except quarantine.QuarantineError as e:
-        why = why or str(e)
-    offers = tuple(
-        FolderOffer(
-            tier=TierName.SHARED,
-            step=c.step,
-            attempt=c.attempt,
-            path=str(c.path),
-            world_size=c.manifest.world_size if c.manifest is not None else 0,
-            verified=c.is_verified,
-            problem=c.problem or "",
-            superseded=c.is_superseded,
-            saved_unix_s=c.manifest.created_unix_s if c.manifest is not None else 0.0,
-        )
-        for c in listed
-    )
+    except SteadyrunError as e:
+        problems.append(str(e))
+    offers = tuple(folder_offer(c, TierName.SHARED) for c in listed)
     skipped = {str(c.path): c.manifest.skipped for c in listed if c.manifest is not None and c.manifest.skipped}
-    return FoldersListed(order.attempt, order.round, offers, quarantined, skipped_by_path=skipped, why=why)
+    return FoldersListed(
+        order.attempt,
+        order.round,
+        offers,
+        quarantined,
+        rollback_to,
+        rollbacks,
+        skipped,
+        _read_experience(root),
+        "; ".join(problems),
+    )
 
 
-def prune_folder(order: Prune) -> Pruned:
+def _roll_back(root: Path, asked: Mapping[str, Any] | None, problems: list[str]) -> int | None:
+    """The step to which training goes back now; also when that could not be carried out properly."""
+    to: int | None = None
+    try:
+        if asked is not None:
+            request = rollback.Request.from_fields(asked, time.time())
+            to = request.to
+            if rollback.carry_out(root, request) is None:
+                to = None  # by an earlier attempt
+        waiting = rollback.pending(root)
+        if waiting is not None:
+            to = waiting.to if to is None else min(to, waiting.to)
+            rollback.take(root)
+    except SteadyrunError as e:
+        problems.append(str(e))
+    return to
+
+
+def folder_offer(listed: Listed, tier: TierName, path: str = "", ranks: frozenset[int] | None = None) -> FolderOffer:
+    manifest = listed.manifest
+    return FolderOffer(
+        tier=tier,
+        step=listed.step,
+        attempt=listed.attempt,
+        path=path or str(listed.path),
+        world_size=manifest.world_size if manifest is not None else 0,
+        verified=listed.is_verified,
+        problem=listed.problem or "",
+        superseded=listed.is_superseded,
+        ranks=ranks,
+        saved_unix_s=manifest.created_unix_s if manifest is not None else 0.0,
+    )
+
+
+def look_for_rollback(order: LookForRollback) -> RollbackLooked:
+    try:
+        waiting = rollback.pending(Path(order.options.root))
+    except SteadyrunError:
+        return RollbackLooked("")  # said when the next attempt cannot carry it out
+    return RollbackLooked("") if waiting is None else RollbackLooked(waiting.id, waiting.to)
+
+
+# -- notes in the root -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a job has to say: journal records, and sentences for the user."""
+
+    records: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def note_loaded(order: NoteLoaded) -> Told:
+    loaded = dataclasses.replace(order.loaded, at_unix_s=time.time())
+    try:
+        quarantine.update(Path(order.options.root), lambda ledger: quarantine.after_load(ledger, loaded))
+    except SteadyrunError as e:
+        return Told(notes=(str(e),))
+    return Told()
+
+
+def note_failure(order: NoteFailure) -> Told:
+    """The same fault soon after the same state was loaded puts that into quarantine."""
+    root = Path(order.options.root)
+    judged: list[quarantine.Judged] = []
+    _write_experience(root, order.experience)
+
+    def judge(ledger: quarantine.Ledger) -> quarantine.Ledger:
+        judged[:] = [quarantine.after_failure(ledger, order.attempt, order.step, order.signature, time.time())]
+        return judged[0].ledger
+
+    try:
+        quarantine.update(root, judge)
+    except SteadyrunError as e:
+        return Told(notes=(str(e),))
+    entry = judged[0].entry
+    records: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    if entry is not None:
+        fields = {"step": entry.step, "attempt": entry.attempt, "signature": entry.signature, "why": entry.why}
+        records = (("checkpoint_quarantined", fields),)
+    return Told(records, (judged[0].note,) if judged[0].note else ())
+
+
+def prune_folder(order: Prune) -> Told:
     """Retention; what cannot be removed is tried again after the next save."""
     root = Path(order.options.root)
+    _write_experience(root, order.experience)
     try:
         poisoned: tuple[Path, ...] = ()
         with contextlib.suppress(quarantine.QuarantineError):
             poisoned = quarantine.read(root).among(list_checkpoints(root))
         keep = Keep(order.options.keep, order.options.keep_every)
         in_use = [Path(p) for p in order.in_use]
-        return prune(root, keep, in_use, quarantined=poisoned)
-    except (SteadyrunError, OSError, ManifestError) as e:
-        return Pruned(failed=((root, str(e)),))
+        return _pruned(prune(root, keep, in_use, quarantined=poisoned))
+    except (SteadyrunError, OSError) as e:
+        return _pruned(Pruned(failed=((root, str(e)),)))
+
+
+def _pruned(pruned: Pruned) -> Told:
+    removed = tuple(("checkpoint_removed", {"path": str(path)}) for path in pruned.removed)
+    failed = tuple(("checkpoint_not_removed", {"path": str(path), "why": why}) for path, why in pruned.failed)
+    return Told((*removed, *failed))
+
+
+def _read_experience(root: Path) -> Experience | None:
+    try:
+        return Experience.from_json(json.loads((root / EXPERIENCE_NAME).read_bytes()))
+    except (OSError, ValueError):
+        return None  # the next run begins with the prior
+
+
+def _write_experience(root: Path, experience: Experience | None) -> None:
+    if experience is not None:
+        with contextlib.suppress(OSError):  # it is only missed by the next run
+            write_whole(root / EXPERIENCE_NAME, json.dumps(experience.to_json()).encode())
