@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import errno
 import json
 import math
 import os
@@ -267,7 +268,7 @@ def _write_shards(folder: Path, shards: Sequence[_Shard], conversion: _Conversio
 def _write_shard(path: Path, shard: _Shard, conversion: _Conversion) -> None:
     by_name = {item.name: item for item in shard.items}
     with path.open("wb") as f:
-        os.posix_fallocate(f.fileno(), 0, shard.header.file_bytes)  # a full disk shows here, before hours of work
+        _reserve(f.fileno(), shard.header.file_bytes)
         f.write(shard.header.data)
         for name, tensor in conversion.read([by_name[name] for name in shard.header.places]):
             at, size_bytes = shard.header.places[name]
@@ -281,6 +282,15 @@ def _write_shard(path: Path, shard: _Shard, conversion: _Conversion) -> None:
                 f.write(raw[start : start + _WRITE_BYTES])
         f.flush()
         os.fsync(f.fileno())
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """A full disk shows here, before hours of work; where space cannot be reserved, it shows later."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
 
 
 # -- a new file or folder, whole or not at all -----------------------------------------------------------------------

@@ -134,7 +134,7 @@ class DcpSource:
         if stored is None or stored.transforms:
             why = "stored through a transform" if stored is not None else "no bytes are stored for it"
             raise DamagedMetadataError(f"cannot read object {key!r} of {self.path}: {why}")
-        return _read(self.path / stored.place.file, stored.place, key)
+        return bytes(_read(self.path / stored.place.file, stored.place, key))
 
 
 class SafetensorsSource:
@@ -163,7 +163,7 @@ class SafetensorsSource:
         assert place is not None  # a header gives each tensor one
         if place.length_bytes == 0:
             return torch.empty(tensor.shape, dtype=dtype)
-        data = bytearray(_read(self._base / place.file, place, key))
+        data = _read(self._base / place.file, place, key)
         return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
     def object_bytes(self, key: str) -> bytes:
@@ -216,8 +216,9 @@ class TorchFileSource:
 
     def _walk(self, value: Any, path: tuple[PathItem, ...]) -> None:
         key = ".".join(map(str, path)) or "value"
-        if isinstance(value, torch.Tensor):
-            self._values[key], self._paths[key] = value.detach(), path or (key,)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+            values = value.detach().resolve_conj().resolve_neg()
+            self._values[key], self._paths[key] = values, path or (key,)
         elif isinstance(value, Mapping) and value:
             for k, below in value.items():
                 self._walk(below, (*path, k if isinstance(k, int) else str(k)))
@@ -263,16 +264,17 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
     return dtype
 
 
-def _read(file: Path, place: Place, key: str) -> bytes:
+def _read(file: Path, place: Place, key: str) -> bytearray:
+    data = bytearray(place.length_bytes)
     try:
         with file.open("rb") as f:
             f.seek(place.offset_bytes)
-            data = f.read(place.length_bytes)
+            count = f.readinto(data)
     except OSError as e:
         raise UnreadableTensorError(f"cannot read {key!r} from {file}: {e.strerror or e}") from e
-    if len(data) < place.length_bytes:
+    if count < place.length_bytes:
         raise UnreadableTensorError(
-            f"cannot read {key!r} from {file}: the file ends {place.length_bytes - len(data):,} bytes too early "
+            f"cannot read {key!r} from {file}: the file ends {place.length_bytes - count:,} bytes too early "
             f"(it has {os.stat(file).st_size:,}); steadyctl ckpt verify shows what else is lost"
         )
     return data

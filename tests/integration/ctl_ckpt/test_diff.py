@@ -118,6 +118,16 @@ def test_each_kind_is_compared_with_each(
     assert any("cannot be verified" in note for note in told.json["notes"])
 
 
+def test_odd_things_in_a_file_of_torch_save(ckpt: Callable[..., Any], tmp_path: Path) -> None:
+    values = torch.randn(4, 3, dtype=torch.complex64)
+    for name, sparse in (("a.pt", [1.0, 0.0]), ("b.pt", [0.0, 1.0])):
+        odd = {"sparse": torch.tensor(sparse).to_sparse(), "conjugated": values.conj(), "list": [values.t(), {"x": 1}]}
+        torch.save(odd, tmp_path / name)
+    told = ckpt("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")
+    assert (told.json["tensors"], told.json["objects"]) == ([], ["sparse"])
+    assert told.json["compared_tensor_count"] == 2
+
+
 def test_shards_of_two_ranks_compare_as_whole_tensors(
     ckpt: Callable[..., Any], own_folder: Callable[..., Path], dcp_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -200,6 +200,13 @@ def test_complete_only_when_all_ranks_have_called(ckpt: Callable[..., Any], tmp_
     assert (folder / "manifest.json").read_bytes() == before
 
 
+def test_one_rank_can_speak_for_all(tmp_path: Path) -> None:
+    folder = torch_save(tmp_path / "step-100", ranks=4)
+    done = foreign.commit(folder, alone=True, env=env(0, 4))
+    assert done.manifest is not None
+    assert (done.manifest.world_size, len(done.manifest.files)) == (4, 4)
+
+
 def test_ranks_that_call_at_the_same_time_complete_it_once(tmp_path: Path) -> None:
     folder = torch_save(tmp_path / "step-100", ranks=8)
     go = threading.Barrier(8)
