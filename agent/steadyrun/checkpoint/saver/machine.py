@@ -8,7 +8,7 @@ memory and writes no file. A rank, the agent, the coordinator, or this saver its
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
@@ -81,6 +81,7 @@ class NodeLimits:
     Attributes:
         silence: of the coordinator's saver while this node waits for its decision.
         unbound: without any connection to the other savers, until a save is given up.
+        gathering: until a save that the coordinator says nothing of is given up; above its own limit.
         orphan: for everything once the agent is gone.
         beat: between signs of life.
         progress: between reports of the ranks' steps.
@@ -88,6 +89,7 @@ class NodeLimits:
 
     silence: float = 60.0
     unbound: float = 300.0
+    gathering: float = 400.0
     orphan: float = 25.0
     beat: float = 5.0
     progress: float = 0.25
@@ -208,6 +210,7 @@ class SaverMachine:
             at_s.append(self._heard_s + self._limits.silence)
         if not self._is_bound and self._pieces and self._binding is not None:
             at_s.append(self._unbound_s + self._limits.unbound)
+        at_s += [p.since_s + self._limits.gathering for p in self._pieces.values() if not p.is_in_memory]
         return min(at_s, default=inf)
 
     def remember(self) -> m.Remembered:
@@ -480,6 +483,8 @@ class SaverMachine:
         if state is None:
             return
         state.inspected = None
+        for old in [p for p in self._pieces.values() if (p.arena, p.slot) == (event.arena, event.slot)]:
+            del self._pieces[old.key, old.rank]  # it was for memory alone, and is overwritten
         self._tiers[event.key] = event.tiers
         self._pieces[name] = piece = _Piece(
             event.key,
@@ -576,6 +581,9 @@ class SaverMachine:
 
     # -- saves ---------------------------------------------------------------------------------------------------------
     def _on_in_memory(self, key: SaveKey) -> None:
+        for old in [p for p in self._pieces.values() if p.key < key and p.is_in_memory]:
+            if not old.tiers & _FOLDER_TIERS:
+                del self._pieces[old.key, old.rank]  # the newer one takes its place
         for piece in self._of(key):
             if piece.is_in_memory:
                 continue
@@ -804,10 +812,17 @@ class SaverMachine:
                 self._beat_s = now_s
                 self._out.append(Post(m.BeatTold(self._binding.attempt, self._binding.group_rank)))
             if self._is_bound and now_s >= self._heard_s + self._limits.silence:
-                self._give_up(f"the saver of the first node has not been heard of for {self._limits.silence:.0f} s")
+                why = f"the saver of the first node has not been heard of for {self._limits.silence:.0f} s"
+                self._give_up(why, (p.key for p in self._pieces.values() if p.is_in_memory and p.tiers & _FOLDER_TIERS))
         is_cut_off = not self._is_bound and bool(self._pieces) and self._binding is not None
         if is_cut_off and now_s >= self._unbound_s + self._limits.unbound:
-            self._give_up(f"the savers of the other nodes could not be reached for {self._limits.unbound:.0f} s")
+            why = f"the savers of the other nodes could not be reached for {self._limits.unbound:.0f} s"
+            self._give_up(why, (p.key for p in self._pieces.values()))
+        late = [
+            p.key for p in self._pieces.values() if not p.is_in_memory and now_s >= p.since_s + self._limits.gathering
+        ]
+        if late:
+            self._give_up("the saver of the first node has not said what becomes of it", late)
         if self._leave_s is not None:
             is_done = isinstance(event, Tick) and not event.is_coordinator_busy and not self._flushes
             is_done = is_done and not any(p.tiers & _FOLDER_TIERS for p in self._pieces.values())
@@ -815,8 +830,9 @@ class SaverMachine:
                 self._is_ended = True
                 self._out.append(End())
 
-    def _give_up(self, why: str) -> None:
-        for key in sorted({p.key for p in self._pieces.values() if p.ticket or not self._is_bound}):
+    def _give_up(self, why: str, keys: Iterable[SaveKey]) -> None:
+        """Without the coordinator: for this node alone."""
+        for key in sorted(set(keys)):
             self._resolve(m.Resolved(key, SaveState.FAILED, why, "coordinator_silent"))
             self._out.append(Report("checkpoint_failed", {"step": key.step, "attempt": key.attempt, "why": why}))
 
