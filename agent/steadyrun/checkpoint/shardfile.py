@@ -630,13 +630,12 @@ class _File:
                 except OSError as e:
                     if e.errno not in _NO_DIRECT or not was_direct:
                         raise
-                    self._stop_direct()  # some file systems open a file so, and refuse the first write
+                    # Some file systems open a file so and refuse the first write; all refuse the rest of a page.
+                    self._stop_direct()
                     continue
                 if count == 0:
                     raise OSError(errno.EIO, "the file system takes no more bytes and gives no reason")
                 done += count
-                if done < total and done % ALIGN_BYTES:
-                    self._stop_direct()  # the rest does not begin on a page
             if not self._is_direct:
                 _start_writing_out(self._fd, at_bytes, total)
 

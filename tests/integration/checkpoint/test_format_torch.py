@@ -245,6 +245,10 @@ def test_metadata_of_shards_is_that_of_torchs_own_planner(tmp_path: Path) -> Non
         filled = sorted((tuple(c.offsets), tuple(c.sizes)) for c in want.chunks if 0 not in c.sizes)
         assert sorted((tuple(c.offsets), tuple(c.sizes)) for c in have.chunks) == filled, key
     assert ours.planner_data == theirs.planner_data
+    for index in ours.storage_data:
+        if index.offset is not None:
+            assert index.index is not None
+            assert ours.state_dict_metadata[index.fqn].chunks[index.index].offsets == index.offset
     assert {(i.fqn, i.offset) for i in ours.storage_data} == {
         (key, c.offsets) for key, t in ours.state_dict_metadata.items() for c in getattr(t, "chunks", ())
     } | {(key, None) for key, t in ours.state_dict_metadata.items() if not isinstance(t, TensorStorageMetadata)}

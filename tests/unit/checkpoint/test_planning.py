@@ -55,6 +55,13 @@ def test_replicas_are_written_once_and_spread_by_bytes() -> None:
     assert max(loads) - min(loads) <= 7 * 1000 * 4
 
 
+def test_one_large_replica_is_weighed_against_all_the_small_ones() -> None:
+    shards = [whole(f"small{i}", 10_000) for i in range(10)] + [whole("large", 100_000)]
+    ranks = layouts([shards, shards])
+    loads = [sum(ranks[r].entries[i].size_bytes for i in part.entries) for r, part in enumerate(plan(ranks).parts)]
+    assert loads == [400_000, 400_000]
+
+
 def test_many_scalars_do_not_all_go_to_one_rank() -> None:
     ranks = layouts([[(f"step{i}", (), (), ()) for i in range(40)] for _ in range(4)])
     assert [len(part.entries) for part in plan(ranks).parts] == [10, 10, 10, 10]
