@@ -18,6 +18,7 @@ import importlib.metadata
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -220,6 +221,8 @@ class Checkpointer:
         self._is_asked = False
         self._direct: DirectWriter | None = None
         self._slot = 0
+        self._is_resuming = False
+        self._prefaulting: threading.Thread | None = None
         self._refused = ""
         self._serial = 0
         self._newest: SaveRecord | None = None
@@ -311,6 +314,21 @@ class Checkpointer:
             self._refused = str(e)
             return
         self._copier = Copier(self._arena, self._state.device_type)
+        if not self._is_resuming:  # what is read first is mapped by the reading
+            self._prefault()
+
+    def _prefault(self) -> None:
+        """Map the memory while training goes on, so that the first save does not wait for its pages."""
+        arena = self._arena
+        if arena is None:
+            return
+
+        def work() -> None:
+            with contextlib.suppress(ArenaError):  # too little memory shows at the save, which then says so
+                arena.prefault()
+
+        self._prefaulting = threading.Thread(target=work, name="steadyrun-prefault", daemon=True)
+        self._prefaulting.start()
 
     def _drop_memory(self) -> None:
         if self._copier is not None:
@@ -319,6 +337,9 @@ class Checkpointer:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+        if self._prefaulting is not None:
+            self._prefaulting.join()  # it looks every few milliseconds whether the memory is still wanted
+            self._prefaulting = None
 
     # -- steps and saves -----------------------------------------------------------------------------------------------
     def step(self, step: int) -> SaveHandle | None:
@@ -506,7 +527,12 @@ class Checkpointer:
             NoUsableCheckpointError: there are checkpoints, and none of them can be loaded.
         """
         with self._checkpointing:
-            return self._resume()
+            self._is_resuming = True
+            try:
+                return self._resume()
+            finally:
+                self._is_resuming = False
+                self._prefault()
 
     def _resume(self) -> int:
         rejected: list[list[Any]] = []
@@ -615,6 +641,12 @@ class Checkpointer:
             raise SteadyrunError(f"the snapshot is of step {view.step} by now")
         blobs = [bytes(blob) for blob in slot.blobs()]
         copier.copy_out(slot, self._state.targets())
+        for other in arena.slots:
+            seen = other.view()
+            if (seen.attempt, seen.generation) > (view.attempt, view.generation) and not arena.control.is_busy(
+                other.number
+            ):
+                other.release()  # given up by a rollback, or damaged: it must not count as the newest
         objects = {o.key: _unpickle(blob) for o, blob in zip(arena.layout.objects, blobs, strict=True)}
         return [*notes, *self._state.apply(objects, arena.layout.world_size, view.step)]
 
