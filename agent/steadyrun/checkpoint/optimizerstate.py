@@ -63,7 +63,7 @@ class OptimizerPart:
         self._rank = rank
         self._world_size = world_size
         self._watches: Watches | None = None
-        self._skeletons: dict[int, dict[str, Any]] = {}
+        self._before: list[tuple[Optimizer, dict[Any, Any]]] = []
         self.shards: list[Shard] = []
         self.leaves: list[Leaf] = []
         self.not_covered: list[str] = []
@@ -90,6 +90,16 @@ class OptimizerPart:
             for group in inner.param_groups:
                 for i, parameter in enumerate(group["params"]):
                     self._find_state(inner.state, parameter, self._named(parameter, names, number, i), seen)
+        for i, optimizer in enumerate(self._own_kinds()):
+            key = self._more_key(i)
+            self.leaves.append(Leaf(key, (key,), partial(_more_of, optimizer)))
+
+    def _own_kinds(self) -> list[Optimizer]:
+        """Optimizers that keep more than torch's do: what their ``state_dict`` has beside."""
+        return [o for o in self._inner() if type(o).state_dict is not Optimizer.state_dict and _more_of(o)]
+
+    def _more_key(self, number: int) -> str:
+        return f"steadyrun.{flat_key(self._path)}.more" + (f".{number}" if number else "")
 
     def _find_group(self, number: int, group: dict[str, Any], names: Mapping[int, list[ParameterName]]) -> None:
         assert self._watches is not None
@@ -166,6 +176,8 @@ class OptimizerPart:
     def prepare(self, saved: Saved | None) -> list[str]:
         """Make the optimizers' state as the checkpoint has it; None: as after a step. No step is taken for it."""
         notes: list[str] = []
+        self.forget()
+        self._before = [(o, {p: dict(s) for p, s in o.state.items()}) for o in self._inner()]
         names = self._names()
         wanted = self._saved_states(saved) if saved is not None else {}
         for outer in self._outer:
@@ -184,6 +196,21 @@ class OptimizerPart:
                         self._make(inner, parameter, group, name, wanted.get(name.name, {}), template)
         self._watches = None
         return notes
+
+    def _inner(self) -> list[Optimizer]:
+        return [unwrapped(outer) or outer for outer in self._outer]
+
+    def forget(self) -> None:
+        """Take back what ``prepare`` has made, when nothing was loaded."""
+        for optimizer, states in self._before:
+            for parameter in [p for p in optimizer.state if p not in states]:
+                del optimizer.state[parameter]
+            for parameter, state in states.items():
+                own = optimizer.state[parameter]
+                for key in [k for k in own if k not in state]:
+                    del own[key]
+        self._before = []
+        self._watches = None
 
     def _saved_states(self, saved: Saved) -> dict[str, dict[Path, SavedTensor | None]]:
         """By parameter: what the checkpoint holds, by the way to it; None for objects."""
@@ -208,9 +235,11 @@ class OptimizerPart:
         if name.piece is not None and name.piece.numel == 0:
             return
         for rest, tensor in wanted.items():
-            if tensor is None:
-                continue
             state = optimizer.state[parameter]
+            if tensor is None:
+                if rest[0] not in state:
+                    _set(state, rest, None)  # until it is put back
+                continue
             if isinstance(_get(state, rest), torch.Tensor):
                 continue
             like = template.get(str(rest[0])) if len(rest) == 1 else None
@@ -232,6 +261,7 @@ class OptimizerPart:
     def wanted_objects(self, saved: Saved) -> Iterable[str]:
         own = {n.name for names in self._all_names() for n in names}
         head = (*self._path, "state")
+        yield from (k for i in range(len(self._outer)) if (k := self._more_key(i)) in saved)
         for key, path in saved.objects.items():
             if path[: len(self._path)] != self._path:
                 continue
@@ -261,7 +291,11 @@ class OptimizerPart:
                     for name in self._named(parameter, names, number, i):
                         for rest, value in states.get(name.name, ()):
                             _set(inner.state[parameter], rest, value)
+        for i, optimizer in enumerate(self._own_kinds()):
+            if self._more_key(i) in objects:
+                _load_more(optimizer, objects[self._more_key(i)])
         self._watches = None
+        self._before = []
         return notes
 
     def _apply_groups(self, objects: Mapping[str, Any], saved: Saved) -> list[str]:
@@ -427,6 +461,20 @@ def _put(container: Any, key: PathItem, value: Any) -> None:
         assert isinstance(key, int)
         container.extend([None] * (key + 1 - len(container)))
     container[key] = value
+
+
+def _more_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}
+
+
+def _load_more(optimizer: Optimizer, more: Mapping[str, Any]) -> None:
+    """Through the optimizer's own ``load_state_dict``, which copies and casts the rest: that is put back as it was."""
+    states = {p: dict(s) for p, s in optimizer.state.items()}
+    groups = optimizer.param_groups
+    optimizer.load_state_dict({**optimizer.state_dict(), **more})
+    optimizer.param_groups = groups
+    for parameter, state in states.items():
+        optimizer.state[parameter] = state
 
 
 def _read(container: Any, key: Any) -> Any:

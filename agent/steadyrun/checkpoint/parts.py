@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from steadyrun.checkpoint.envelope import is_storable
@@ -159,31 +159,42 @@ class Part(Protocol):
         ...
 
 
-class BoxedTensor:
-    """Several boxes of one tensor, as a target for DCP's load planner.
+class BoxedTensor(torch.Tensor):
+    """Several boxes of one tensor, as a target for DCP's load planner; it has no elements of its own.
 
-    DCP has no tensor type for more than one local shard that can be made without a process group; it takes any object
-    with the two methods of its ``_Checkpointable``.
+    DCP has no tensor for more than one local shard that can be made without a process group. Its planner takes any
+    tensor that names its chunks; what is no tensor it drops silently.
     """
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        self._shape = torch.Size(shape)
-        self._boxes: list[tuple[torch.Size, torch.Size, torch.Tensor]] = []
+    _boxes: list[tuple[torch.Size, torch.Size, torch.Tensor]]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> BoxedTensor:
+        made: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")
+        made._boxes = []
+        return made
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} on boxes of a tensor: they are only filled")
 
     def add(self, offsets: Sequence[int], sizes: Sequence[int], tensor: torch.Tensor) -> None:
         self._boxes.append((torch.Size(offsets), torch.Size(sizes), tensor))
 
-    def size(self) -> torch.Size:
-        return self._shape
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self._boxes]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for offsets, _, tensor in self._boxes:
-            if index.offset is None or tuple(offsets) == tuple(index.offset):
+            if index.offset is None or offsets == index.offset:
                 return tensor
         raise KeyError(f"no box at {index.offset}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<{len(self._boxes)} boxes of a tensor of {tuple(self.shape)}>"
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:

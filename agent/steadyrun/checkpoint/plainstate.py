@@ -64,7 +64,8 @@ class PlainPart:
                 self._tensors[key] = tensor
                 self.shards += shards_of(key, self._path_of(key), tensor) or ()
         if self._saved is not None:  # what the checkpoint lacks cannot be filled
-            self.shards = [s for s in self.shards if s.key in self._saved.tensors]
+            saved = self._saved
+            self.shards = [s for s in self.shards if s.key in saved.tensors and self._owns(s.key, saved.tensors[s.key])]
         return before != ([s.structure for s in self.shards], [leaf.key for leaf in self.leaves])
 
     def _path_of(self, key: str) -> Path:
@@ -100,26 +101,35 @@ class PlainPart:
                     self._fresh[key] = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return []
 
+    def forget(self) -> None:
+        """Take back what ``prepare`` has made, when nothing was loaded."""
+        self._saved, self._fresh = None, {}
+
     def _owns(self, key: str, tensor: SavedTensor) -> bool:
         if self._is_own:
-            return key.startswith(f"{rank_key(self._rank, self._name)}.")
+            is_same = self._saved is not None and self._saved.world_size == self._world_size
+            return is_same and key.startswith(f"{rank_key(self._rank, self._name)}.")
         return len(tensor.path) > 1 and tensor.path[0] == self._name
 
     def wanted_objects(self, saved: Saved) -> Iterable[str]:
         if self._key in saved and saved.world_size == self._world_size:
             yield self._key
-        elif self._first_key in saved:
+        elif self._first_key in saved and not self._is_own:
             yield self._first_key
 
     def apply(self, objects: Mapping[str, Any], saved: Saved, step: int) -> list[str]:
         notes: list[str] = []
         key = next(iter(self.wanted_objects(saved)), None)
+        if self._is_own and saved.world_size != self._world_size:
+            self.forget()
+            return [f"{self._name!r} is another thing on each of {saved.world_size} ranks: here it begins anew"]
         if key is None or key not in objects:
+            self.forget()
             return [f"{self._name!r} is not in the checkpoint: it begins as the script made it"]
         if key != self._key:
             notes.append(f"{self._name!r} is rank 0's: the checkpoint is of {saved.world_size} ranks")
         self._value.load_state_dict(self._filled(objects[key]))
-        self._saved, self._fresh = None, {}
+        self.forget()
         return notes
 
     def _filled(self, value: Any) -> Any:

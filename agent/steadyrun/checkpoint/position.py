@@ -196,14 +196,14 @@ def moved_state(fresh: Mapping[str, Any], batches: int, samples: int) -> dict[st
         None when the loader is of another kind, or its data are a stream that only the dataset could position.
     """
     if "_num_yielded" in fresh:
-        if fresh.get("_fetcher_state") is not None:
+        if fresh.get("fetcher_state") is not None:
             return None  # an iterable dataset
         return {**_at(fresh, batches, samples), "_num_yielded": batches}
     snapshot = fresh.get("_snapshot")
     if not isinstance(snapshot, Mapping) or not isinstance(snapshot.get("_main_snapshot"), Mapping):
         return None
     workers = snapshot.get("_worker_snapshots") or {}
-    if any(w.get("_fetcher_state", w.get("fetcher_state")) is not None for w in workers.values()):
+    if any(w.get("fetcher_state") is not None for w in workers.values()):
         return None
     main = _at(snapshot["_main_snapshot"], batches, samples)
     return {**fresh, "_snapshot": {**snapshot, "_main_snapshot": main, "_snapshot_step": batches}}

@@ -84,6 +84,7 @@ class State:
         self._layout: Layout | None = None
         self._structure: tuple[Any, ...] = ()
         self._saved: Saved | None = None
+        self._wanted_keys: tuple[str, ...] = ()
         self._modules = _named("model", model)
         replica, replicas = _data_place(self._modules.values(), process_group, rank, world_size)
         self._loaders: list[LoaderPart] = []
@@ -223,10 +224,11 @@ class State:
             elif shard.sizes == shard.shape:
                 out[key] = shard.tensor
             else:
-                boxed = out.setdefault(key, BoxedTensor(shard.shape))
-                boxed.add(shard.offsets, shard.sizes, shard.tensor)
-        for part in self._parts:
-            out.update(dict.fromkeys(part.wanted_objects(saved)))
+                if key not in out:
+                    out[key] = BoxedTensor(shard.shape, shard.tensor.dtype)
+                out[key].add(shard.offsets, shard.sizes, shard.tensor)
+        self._wanted_keys = tuple(key for part in self._parts for key in part.wanted_objects(saved))
+        out.update(dict.fromkeys(self._wanted_keys))
         return out
 
     def _key_in(self, saved: Saved, shard: Shard) -> str:
@@ -238,10 +240,18 @@ class State:
         assert self._layout is not None
         return Saved.from_layout(self._layout)
 
+    def cancel_load(self) -> None:
+        """Take back what ``prepare_to_load`` has made, when nothing could be loaded after all."""
+        self._saved = None
+        for part in self._optimizers:
+            part.forget()
+        for plain in self._plain_parts:
+            plain.forget()
+
     def apply_loaded(self, loaded: Mapping[str, Any], from_world_size: int, step: int) -> list[str]:
         """``apply`` with the objects of a filled ``load_plan_state_dict``."""
-        tensors = (torch.Tensor, BoxedTensor)
-        return self.apply({k: v for k, v in loaded.items() if not isinstance(v, tensors)}, from_world_size, step)
+        objects = {k: loaded[k] for k in self._wanted_keys if k in loaded}
+        return self.apply(objects, from_world_size, step)
 
     def apply(self, objects: Mapping[str, Any], from_world_size: int, step: int) -> list[str]:
         """Put back all that is no tensor, after the tensors have been filled.
