@@ -150,12 +150,9 @@ class DirectWriter:
         self, partial: Path, layout: Layout, part: Part, tensors: Sequence[torch.Tensor], blobs: Sequence[bytes]
     ) -> _Vote:
         payloads = {(e.key, e.offsets): t for e, t in zip(layout.entries, tensors, strict=True)}
-        held: list[torch.Tensor] = []  # what a view points into must live as long as the view
 
         def payload(entry: Entry) -> memoryview:
-            view, owner = _bytes_of(payloads[entry.key, entry.offsets])
-            held[:] = [owner]
-            return view
+            return _bytes_of(payloads[entry.key, entry.offsets])
 
         options = WriteOptions(read_back=self._options.read_back, rate=self._rate)
         try:
@@ -266,13 +263,14 @@ class DirectWriter:
         return rollback.skipped(self._root, commit.read_manifest(Path(path)).skipped if path else ())
 
 
-def _bytes_of(tensor: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
-    """A tensor's bytes in C order, not copied where it is contiguous and on the CPU, and the tensor that owns them."""
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in C order, not copied where it is contiguous and on the CPU; the view keeps them alive."""
     owner = tensor.detach()
     if owner.device.type != "cpu" or not owner.is_contiguous():
         owner = owner.cpu().contiguous()
     size_bytes = owner.numel() * owner.element_size()
     if size_bytes == 0:
-        return memoryview(b""), owner
-    raw = (ctypes.c_ubyte * size_bytes).from_address(owner.data_ptr())
-    return memoryview(raw).cast("B"), owner
+        return memoryview(b"")
+    raw: Any = (ctypes.c_ubyte * size_bytes).from_address(owner.data_ptr())
+    raw.owner = owner  # pieces of it may still be written when the next tensor is asked for
+    return memoryview(raw).cast("B")
