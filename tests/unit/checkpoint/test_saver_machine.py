@@ -290,6 +290,8 @@ class Cluster:
         match command:
             case c.Tell(message):
                 assert self.coordinator_node is not None
+                if isinstance(message, m.WriteOrdered):
+                    self.tickets[message.key] = message.ticket
                 for node in self.nodes:
                     if node is not self.coordinator_node:
                         self.to_all.setdefault(node.name, deque()).append(message)
@@ -301,15 +303,23 @@ class Cluster:
                 self.later(c.FolderOpened(key, f"/root/{key.step}.partial", done))
             case c.CommitFolder(key):
                 assert key not in self.committed, "it was committed before"
-                tickets = [t for t, ranks in self.files.items() if set(ranks.values()) == {key}]
-                complete = [t for t in tickets if len(self.files[t]) == self.world_size]
-                assert complete, f"{key} is committed, but its files are {self.files}"
+                files = self.files.get(self.tickets[key], {})  # those in the folder that is there now
+                assert files == dict.fromkeys(range(self.world_size), key)
                 self.committed[key] = len(command.written)
                 self.later(c.FolderCommitted(key, f"/root/{key.step}", 1))
             case c.ListFolders():
                 self.later(c.FoldersListed(command.attempt, command.round, ()))
             case _:
                 pass
+
+    def lose(self) -> None:
+        """The store is away for a moment, and every message with it."""
+        self.to_one.clear()
+        for node in self.nodes:
+            if node is not self.coordinator_node and node.binding is not None:
+                self.to_all[node.name] = deque()
+                node.feed(e.ExchangeLost("gone"))
+                node.feed(e.ExchangeBound(node.binding.attempt))
 
     # -- time ----------------------------------------------------------------------------------------------------------
     def deliver_all(self) -> None:
@@ -420,6 +430,21 @@ def test_an_error_on_one_rank_fails_the_save_everywhere_and_the_next_one_succeed
     assert set(cluster.committed) == {second}
 
 
+def test_a_vote_for_a_folder_that_was_replaced_does_not_count() -> None:
+    cluster = ready()
+    key = save(cluster, 1)
+    while cluster.coordinator is None or cluster.coordinator.phase_of(key) is not Phase.WRITING:
+        if cluster.to_one:
+            cluster.coordinate(cluster.to_one.popleft())
+        else:
+            cluster.jobs.pop(0)()
+    cluster.coordinate(m.VoteTold(key, 1, "of another folder", a_written(1)))
+    cluster.nodes[0].jobs.pop(0)()
+    assert cluster.coordinator.phase_of(key) is Phase.WRITING
+    cluster.pass_time(1.0)
+    assert key in cluster.committed
+
+
 def test_saves_wait_for_each_other_and_are_written_in_their_order() -> None:
     cluster = ready()
     first, second = save(cluster, 1), save(cluster, 2)
@@ -514,7 +539,10 @@ def spy(node: Node, told: dict[str, list[Any]]) -> Callable[[Any], None]:
 
 
 # -- any order ---------------------------------------------------------------------------------------------------------
-ACTIONS = ("deliver", "deliver", "deliver", "job", "job", "save", "save", "memory", "rank", "saver", "attempt", "time")
+ACTIONS = (
+    *("deliver", "deliver", "deliver", "deliver", "job", "job", "job", "save", "save", "memory"),
+    *("rank", "saver", "lose", "attempt", "time"),
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -548,6 +576,8 @@ def test_any_order_of_events_ends_with_every_save_resolved_and_nothing_held(data
                 which.kill()
             else:
                 which.restart()
+        elif action == "lose":
+            cluster.lose()
         elif action == "attempt":
             attempt += 1
             cluster.begin(attempt, data.draw(st.integers(0, nodes - 1), "first"))
@@ -575,7 +605,7 @@ def test_any_order_of_events_ends_with_every_save_resolved_and_nothing_held(data
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_save_that_all_ranks_finished_is_durable_although_everybody_dies_once(data: st.DataObject) -> None:
-    """Ranks, savers and the coordinator's place change at any moment after the copy; the memory stays."""
+    """Ranks, savers, messages and the coordinator's place change at any moment after the copy; the memory stays."""
     nodes = data.draw(st.integers(1, 3), "nodes")
     cluster = ready(nodes)
     key = save(cluster, 1)
@@ -589,6 +619,13 @@ def test_a_save_that_all_ranks_finished_is_durable_although_everybody_dies_once(
             cluster.jobs.pop(0)()
         elif which.jobs:
             which.jobs.pop(0)()
+        if not data.draw(st.integers(0, 7), "loses"):
+            cluster.lose()
+    if data.draw(st.booleans(), "nobody dies"):
+        cluster.pass_time(2.0)
+        assert key in cluster.committed
+        assert [n.rank.heard[key] for n in cluster.nodes] == ["durable"] * nodes
+        return
     for node in cluster.nodes:
         if data.draw(st.booleans(), "dies"):
             node.kill()
