@@ -50,6 +50,7 @@ from steadyrun.checkpoint.damage import (
 from steadyrun.checkpoint.filling import Filler, Job, StoppedError, Want, bad_record
 from steadyrun.checkpoint.fragments import Fragments, open_fragments
 from steadyrun.checkpoint.manifest import METADATA_NAME, Manifest, ManifestError, ObjectRecord
+from steadyrun.checkpoint.pickles import PickleError, check_lengths
 from steadyrun.checkpoint.torchzip import DamagedArchiveError
 
 __all__ = [
@@ -399,10 +400,13 @@ class Reader(StorageReader):
         if len(data) > dcp.MOST_METADATA_BYTES:
             raise DamagedFolderError(self.folder, f"{name} has {len(data):,} bytes, which are not read")
         try:
+            check_lengths(data)
             metadata = pickle.loads(data) if self.trust else _MetadataUnpickler(io.BytesIO(data)).load()
         except _RefusedError as e:
             why = f"{name} is refused: it {e}; torch would run what it names (trust=True lets it)"
             raise DamagedFolderError(self.folder, why) from e
+        except PickleError as e:
+            raise DamagedFolderError(self.folder, f"{name} is damaged: {e}") from e
         except Exception as e:  # a damaged pickle can raise anything
             raise DamagedFolderError(self.folder, f"{name} is damaged: {type(e).__name__}: {e}") from e
         try:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadyrun.checkpoint.pickles import Call, Global, PickleError, RefusedPickleError, read_pickle
+from steadyrun.checkpoint.pickles import Call, Global, PickleError, RefusedPickleError, check_lengths, read_pickle
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 VALUES = st.recursive(
@@ -61,3 +61,16 @@ def test_huge_memo_index_and_length_cost_nothing() -> None:
     assert read_pickle(b"\x80\x02Nr\xff\xff\xff\xff.") is None
     with pytest.raises(PickleError, match="cut off"):
         read_pickle(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x00.")
+
+
+def test_lengths_are_checked_before_pickle_believes_them() -> None:
+    huge_index, huge_length = b"\x80\x04Nr\xff\xff\xff\xff.", b"\x80\x04\x96" + b"\xff" * 7 + b"\x00."
+    for damaged in (huge_index, huge_length, b"\x80\x04N", b"\x80\x04\xff."):
+        with pytest.raises(PickleError):
+            check_lengths(damaged)
+    check_lengths(b"\x80\x02Nr\x00\x00\x00\x00.")
+
+
+@given(VALUES, st.sampled_from([2, 3, 4, 5]))
+def test_lengths_of_every_pickle_are_fine(value: Any, protocol: int) -> None:
+    check_lengths(pickle.dumps((value, collections.OrderedDict(a=value), print), protocol))
