@@ -193,6 +193,10 @@ class Checkpointer:
             read_back=read_back,
             refuse_unequal_replicas=refuse_unequal_replicas,
         )
+        options = self._options
+        periods = (options.every.steps, options.every_memory, options.every_local, options.every_remote)
+        self._periods = tuple({p for p in periods if p is not None})
+        self._is_ordered = options.every.steps is None  # by the saver, through a word in the snapshot memory
         self._setup = setup
         self._group = process_group
         self._rank, self._world_size = _place(setup, process_group)
@@ -216,7 +220,8 @@ class Checkpointer:
         self._link: SaverLink | None = None
         self._arena: Arena | None = None
         self._copier: Copier | None = None
-        self._layout: Layout | None = None  # the one that memory was asked for
+        self._layout: Layout | None = None  # the one that memory was asked for, and the captured one it was made of
+        self._captured_layout: Layout | None = None
         self._blob_room_bytes = 0
         self._is_asked = False
         self._direct: DirectWriter | None = None
@@ -268,6 +273,7 @@ class Checkpointer:
         """Once the structure is known: the saver makes the memory ready while training goes on."""
         assert self._link is not None
         self._layout = self._with_details(captured.layout)
+        self._captured_layout = captured.layout
         self._blob_room_bytes = max(_BLOB_ROOM_BYTES, 2 * blobs_bytes)
         self._is_asked = True
         self._link.send_layout(self._layout, self._blob_room_bytes)
@@ -364,6 +370,13 @@ class Checkpointer:
             self._hear()
         if arena is not None:
             arena.control.rank_step = step
+        done = step + 1
+        for period in self._periods:
+            if done % period == 0:
+                break
+        else:
+            if not self._is_ordered:
+                return None
         tiers = self._due_tiers(step)
         return self.save(step, tiers=tiers) if tiers else None
 
@@ -434,7 +447,7 @@ class Checkpointer:
         captured = self._state.capture()
         blobs = _blobs(captured.objects)
         blobs_bytes = sum(map(len, blobs))
-        if self._layout is None or self._layout.digest() != captured.layout.digest():
+        if not self._has_layout(captured.layout):
             if self._layout is not None:
                 self._say_once("layout", "the structure of the state has changed: new snapshot memory is set up")
             self._ask_for_memory(captured, blobs_bytes)
@@ -457,6 +470,15 @@ class Checkpointer:
             stall_s = time.perf_counter() - started_s
             link.send_staged(record, self._slot, [t.value for t in tiers], stall_s)
         return SaveHandle(record, self._hear, self._wait)
+
+    def _has_layout(self, layout: Layout) -> bool:
+        """Memory for this structure was asked for. The state gives the same object as long as nothing has changed."""
+        if layout is self._captured_layout:
+            return True
+        if self._layout is None or self._layout.digest() != layout.digest():
+            return False
+        self._captured_layout = layout
+        return True
 
     def _fill(self, captured: Captured, blobs: Sequence[bytes], record: SaveRecord) -> str:
         """Copy the state into a slot; why not, where that is not possible."""
