@@ -1,7 +1,8 @@
 """What the demonstration's run folder and loss log say; exit code 0 when everything ended as it should.
 
 Checked: the launcher's exit code, one incident for each fault that struck, verdicts that name the ranks that were hit,
-bitwise equal losses of all steps that were done twice, and a loss that went down.
+restarts from memory that lose at most one interval between saves, bitwise equal losses of all steps that were done
+twice, complete checkpoints at the end, and a loss that went down.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steadyrun.checkpoint.catalog import look
+
 
 @dataclass(frozen=True, slots=True)
 class Restart:
@@ -23,6 +26,7 @@ class Restart:
     back_s: float | None
     steps_lost: int | None
     warm: bool
+    resumed_from: str
 
     @property
     def seconds_lost(self) -> float | None:
@@ -48,6 +52,7 @@ def restarts_of(run: Path, losses: list[dict[str, Any]]) -> list[Restart]:
         attempt = int(fault["attempt"])
         first_steps = [r for r in journal if r["type"] == "rank_first_step" and r["attempt"] == attempt + 1]
         started = [r for r in journal if r["type"] == "rank_started" and r["attempt"] == attempt + 1]
+        restored = [r for r in journal if r["type"] == "checkpoint_restored" and r["attempt"] == attempt + 1]
         is_back = bool(started) and len(first_steps) == len(started)
         back_unix_s = min((float(r["at_unix_s"]) for r in first_steps), default=0.0)
         before = [line["step"] for line in losses if line["at_unix_s"] < back_unix_s]
@@ -59,6 +64,7 @@ def restarts_of(run: Path, losses: list[dict[str, Any]]) -> list[Restart]:
                 back_s=max(float(r["at_s"]) for r in first_steps) if is_back else None,
                 steps_lost=before[-1] + 1 - after[0] if is_back and before and after else None,
                 warm=all(r["warm"] for r in started),
+                resumed_from=str(restored[-1]["source"]) if restored else "",
             )
         )
     return found
@@ -78,10 +84,12 @@ def describe(restart: Restart) -> Iterator[str]:
         return
     how = "warm standbys" if restart.warm else "new interpreters"
     yield f"  time lost     {restart.seconds_lost:.2f} s from the fault to the first new step of all ranks ({how})"
-    yield f"  steps lost    {restart.steps_lost}, done again from the newest checkpoint"
+    yield f"  steps lost    {restart.steps_lost}, done again from the newest snapshot (source: {restart.resumed_from})"
 
 
-def complaints(restarts: list[Restart], losses: Mapping[int, list[float]], exit_code: int) -> Iterator[str]:
+def complaints(
+    restarts: list[Restart], losses: Mapping[int, list[float]], exit_code: int, every: int, complete: list[int]
+) -> Iterator[str]:
     if exit_code != 0:
         yield f"steadyrun ended with exit code {exit_code}"
     if len(restarts) != 2:
@@ -92,6 +100,12 @@ def complaints(restarts: list[Restart], losses: Mapping[int, list[float]], exit_
             yield f"the verdict on {restart.fault['name']} names {named}, expected [{restart.fault['rank']}]"
         if restart.back_s is None:
             yield f"no restart after {restart.fault['name']}"
+        if restart.resumed_from != "memory":
+            yield f"the restart after {restart.fault['name']} resumed from {restart.resumed_from or 'nowhere'}, not memory"
+        if restart.steps_lost is not None and restart.steps_lost > every:
+            yield f"{restart.steps_lost} steps were lost, more than the {every} between two saves"
+    if not complete:
+        yield "no complete checkpoint is left"
     for step, seen in losses.items():
         if len(set(seen)) > 1:
             yield f"the loss of step {step} differs when it is done again: {seen}"
@@ -104,6 +118,7 @@ def complaints(restarts: list[Restart], losses: Mapping[int, list[float]], exit_
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the folder given to train_gpt.py; the run folder is in its runs/")
+    parser.add_argument("--every", type=int, default=20, help="steps between saves (default 20)")
     parser.add_argument("--exit-code", type=int, required=True, help="what steadyrun ended with")
     arguments = parser.parse_args()
     log = arguments.out / "loss.jsonl"
@@ -121,9 +136,11 @@ def main() -> int:
         print(f"      {len(twice)} steps were done again; {equal} of them with bitwise the same loss as before")
     for restart in restarts:
         print("\n".join(describe(restart)))
+    complete = [c.step for c in look(arguments.out / "checkpoints").complete]
+    print(f"complete checkpoints: after steps {', '.join(map(str, sorted(complete))) or 'none'}")
     print(f"steadyrun's exit code: {arguments.exit_code}")
     print(f"records: {(arguments.out / 'runs' / 'latest').resolve()}")
-    problems = list(complaints(restarts, losses, arguments.exit_code))
+    problems = list(complaints(restarts, losses, arguments.exit_code, arguments.every, complete))
     for problem in problems:
         print(f"NOT AS EXPECTED: {problem}")
     if not problems:
