@@ -101,7 +101,8 @@ def complaints(
         if restart.back_s is None:
             yield f"no restart after {restart.fault['name']}"
         if restart.resumed_from != "memory":
-            yield f"the restart after {restart.fault['name']} resumed from {restart.resumed_from or 'nowhere'}, not memory"
+            source = restart.resumed_from or "nowhere"
+            yield f"the restart after {restart.fault['name']} resumed from {source}, not from memory"
         if restart.steps_lost is not None and restart.steps_lost > every:
             yield f"{restart.steps_lost} steps were lost, more than the {every} between two saves"
     if not complete:

@@ -169,7 +169,8 @@ class Checkpointer:
             keep_every: steps whose multiples are kept for ever.
             memory: False: no snapshots in memory, ranks write themselves; a number: snapshots per rank (1 or 2).
             peer: keep a copy of each snapshot in another node's memory; a number: how many nodes further.
-            process_group: for agreements where there is no saver; the default group otherwise.
+            process_group: of the ranks that read different data (data parallelism), where neither the loader's sampler
+                nor the model's wrapper tells.
             setup: how this rank was started, from ``watch``.
             say: gets lines for the user (rank 0); by default they go to stderr.
 
@@ -198,8 +199,7 @@ class Checkpointer:
         self._periods = tuple({p for p in periods if p is not None})
         self._is_ordered = options.every.steps is None  # by the saver, through a word in the snapshot memory
         self._setup = setup
-        self._group = process_group
-        self._rank, self._world_size = _place(setup, process_group)
+        self._rank, self._world_size = _place(setup)
         self._attempt = (
             int(setup.attempt) if setup is not None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         )
@@ -691,7 +691,7 @@ class Checkpointer:
                 "cannot agree with the other ranks: torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group() before resume() and the first save, or launch with steadyrun"
             )
-        return gather_over(self._group)
+        return gather_over(None)
 
     # -- data after a rollback -----------------------------------------------------------------------------------------
     def data_step(self, step: int) -> int:
@@ -781,7 +781,7 @@ def _unpickle(blob: bytes) -> Any:
     return torch.load(io.BytesIO(blob), weights_only=False)
 
 
-def _place(setup: Any, group: Any) -> tuple[int, int]:
+def _place(setup: Any) -> tuple[int, int]:
     """(rank, world size) as the launcher, torch.distributed or the environment say."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

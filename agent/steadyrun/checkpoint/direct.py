@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,14 +48,32 @@ def gather_alone(value: T, /) -> list[T]:
 
 
 def gather_over(group: Any) -> Gather:
-    """Over a process group of torch (None: the default one), whatever its backend."""
+    """Over a process group of torch (None: the default one), whatever its backend.
+
+    torch's own ``all_gather_object`` needs NumPy, which torch does not require.
+    """
 
     def gather(value: T, /) -> list[T]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        device = _device_of(group)
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, torch.tensor([content.numel()], device=device), group=group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: content.numel()] = content
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=group)
+        return [pickle.loads(bytes(_bytes_of(part[:length]))) for part, length in zip(parts, lengths, strict=True)]
 
     return gather
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where the group's collectives want their tensors: on the CPU where it has a backend for that."""
+    backends = str(dist.get_backend_config(group)) if hasattr(dist, "get_backend_config") else dist.get_backend(group)
+    if "cpu:" in backends or backends == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True, slots=True)
