@@ -17,6 +17,7 @@ import contextlib
 import importlib.metadata
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -525,15 +526,9 @@ class Checkpointer:
         return self._direct
 
     def _hear(self) -> None:
+        """What fails is said by the saver, once for all ranks."""
         if self._link is not None:
             self._link.poll()
-            newest = self._newest
-            if newest is not None and newest.state is SaveState.FAILED:
-                self._say_once("failed", f"step {newest.step} is not saved: {newest.why}")
-            elif (
-                newest is not None and newest.state is SaveState.DURABLE and self._said.pop("failed", None) is not None
-            ):
-                self._say(f"saving works again: step {newest.step} is durable")
 
     def _wait(self, record: SaveRecord, limit_s: float, until_in_memory: bool) -> bool:
         return self._link is None or self._link.wait_for(record, limit_s, until_in_memory)
@@ -753,8 +748,8 @@ class Checkpointer:
             sys.stderr.write(f"steadyrun: checkpoint: {text}\n")
 
     def _say_once(self, topic: str, text: str) -> None:
-        """Not again until the reason changes."""
-        reason = text.partition(": ")[2] or text
+        """Not again until the reason changes; another step is no other reason."""
+        reason = re.sub(r"\d+", "", text.partition(": ")[2] or text)
         if self._said.get(topic) != reason:
             self._said[topic] = reason
             self._say(text)

@@ -7,6 +7,7 @@ storage is well again a later save is durable and right. Mounts need root; where
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -82,7 +83,7 @@ def settled(job: Job, state: str, after_s: float = 0.0) -> list[dict[str, object
 
 def longest_step_s(job: Job, after_s: float) -> float:
     at_s = [after_s, *(float(e["at_s"]) for e in job.steps(rank=0) if float(e["at_s"]) > after_s)]
-    return max(b - a for a, b in zip(at_s, at_s[1:], strict=False))
+    return max(b - a for a, b in itertools.pairwise(at_s))
 
 
 def failures(job: Job) -> dict[str, int]:
