@@ -38,12 +38,15 @@ __all__ = [
     "Coordinator",
     "CoordinatorCommand",
     "CoordinatorEvent",
+    "CopyRemote",
+    "FetchRemote",
     "FolderCommitted",
     "FolderOpened",
     "FolderRefused",
     "FoldersListed",
     "Limits",
     "ListFolders",
+    "ListRemote",
     "LookForRollback",
     "MakePlan",
     "NoteFailure",
@@ -53,6 +56,7 @@ __all__ = [
     "PlanMade",
     "Prune",
     "Record",
+    "RemoteFetched",
     "RollbackLooked",
     "Say",
     "Tell",
@@ -143,6 +147,7 @@ class FoldersListed:
         skipped_by_path: batches that checkpoints leave out by their manifests.
         experience: None when none was kept.
         why: what could not be looked at; empty when all was.
+        has_remote: the remote tier is among the folders, or could not be listed.
     """
 
     attempt: int
@@ -153,6 +158,17 @@ class FoldersListed:
     rollbacks: tuple[Request, ...] = ()
     skipped_by_path: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     experience: Experience | None = None
+    why: str = ""
+    has_remote: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFetched:
+    """A checkpoint of the remote tier is at *path* in the root now; empty: it is not, for the reason in *why*."""
+
+    attempt: int
+    round: int
+    path: str
     why: str = ""
 
 
@@ -178,6 +194,7 @@ CoordinatorEvent = (
     | FolderCommitted
     | CommitRefused
     | FoldersListed
+    | RemoteFetched
     | RollbackLooked
     | Tick
 )
@@ -233,6 +250,32 @@ class ListFolders:
     round: int
     options: CheckpointOptions
     rollback: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListRemote:
+    """Look what the remote tier holds; answered with another ``FoldersListed``, in addition to *listed*."""
+
+    listed: FoldersListed
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRemote:
+    """Bring a checkpoint of the remote tier into the root."""
+
+    attempt: int
+    round: int
+    path: str
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRemote:
+    """Bring a committed checkpoint to the remote tier."""
+
+    path: str
+    options: CheckpointOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +340,9 @@ CoordinatorCommand = (
     | CommitFolder
     | AbandonFolder
     | ListFolders
+    | ListRemote
+    | FetchRemote
+    | CopyRemote
     | LookForRollback
     | AskRestart
     | NoteLoaded
@@ -373,6 +419,9 @@ class _Question:
     since_s: float
     asked: dict[int, m.RestoreTold] = field(default_factory=dict)
     is_listing: bool = False
+    listed: FoldersListed | None = None
+    fetching: Choice | None = None
+    rejected: list[Rejected] = field(default_factory=list)  # beside what the ranks reject
     answer: m.Chosen | None = None
 
 
@@ -539,6 +588,8 @@ class Coordinator:
                 self._on_committed(event, now_s)
             case FoldersListed():
                 self._on_listed(event)
+            case RemoteFetched():
+                self._on_fetched(event)
             case RollbackLooked():
                 self._is_looking = False
                 if event.id and event.id != self._asked_restart and self._is_training:
@@ -825,7 +876,9 @@ class Coordinator:
         size_bytes: int = 0,
     ) -> None:
         seconds = now_s - save.staged_s if save.staged_s < inf else 0.0
-        result = m.Resolved(save.key, state, why, reason, path, seconds, size_bytes)
+        # Wall time is only told to people: the snapshot's own, and what has passed since.
+        now_unix_s = save.created_unix_s + seconds if save.created_unix_s < inf else 0.0
+        result = m.Resolved(save.key, state, why, reason, path, seconds, size_bytes, now_unix_s, frozenset(save.tiers))
         self._settle(save, result, now_s)
         step, attempt = save.key.step, save.key.attempt
         stall_s = round(max(save.stalls_s.values(), default=0.0), 6)
@@ -836,6 +889,8 @@ class Coordinator:
             if options is not None and options.options is not None:
                 experience = self.schedule.experience() if self.schedule is not None else None
                 self._out.append(Prune(options.options, self._in_use(), experience))
+                if TierName.REMOTE in save.tiers and options.options.remote is not None:
+                    self._out.append(CopyRemote(path, options.options))
         elif state is SaveState.FAILED:
             fields = {"step": step, "attempt": attempt, "why": why, "reason": reason}
             self._out.append(Record("checkpoint_failed", fields))
@@ -996,7 +1051,7 @@ class Coordinator:
             )
             for r, a in question.asked.items()
         }
-        rejected: list[Rejected] = [r for a in question.asked.values() for r in a.rejected]
+        rejected = [*question.rejected, *(r for a in question.asked.values() for r in a.rejected)]
         folders = [*listed.folders, *(f for a in question.asked.values() for f in a.folders)]
         return choose(offers, folders, rejected, listed.quarantined, listed.rollback_to)
 
@@ -1005,7 +1060,35 @@ class Coordinator:
         question = self._questions.get((event.attempt, event.round))
         if question is None or question.answer is not None:
             return
+        question.listed = event
+        self._decide(question, event)
+
+    def _decide(self, question: _Question, event: FoldersListed) -> None:
+        """Answer, once the chosen checkpoint is where the ranks can read it."""
         choice = self._choose(question, event)
+        options = self._options_of_restore()
+        if options is not None and options.remote is not None:
+            if choice.source is Source.NONE and not event.has_remote:
+                self._out.append(ListRemote(event, options))
+                return
+            if choice.tier is TierName.REMOTE:
+                question.fetching = choice
+                self._out.append(FetchRemote(event.attempt, event.round, choice.path, options))
+                return
+        self._answer(question, event, choice)
+
+    def _on_fetched(self, event: RemoteFetched) -> None:
+        question = self._questions.get((event.attempt, event.round))
+        if question is None or question.answer is not None or question.listed is None or question.fetching is None:
+            return
+        choice, question.fetching = question.fetching, None
+        if event.path:
+            self._answer(question, question.listed, dataclasses.replace(choice, path=event.path))
+        else:
+            question.rejected.append(Rejected(choice.path, choice.step, event.why))
+            self._decide(question, question.listed)
+
+    def _answer(self, question: _Question, event: FoldersListed, choice: Choice) -> None:
         if choice.source is Source.NONE and event.why:
             choice = dataclasses.replace(choice, why=event.why)
         skips = [*event.skipped_by_path.get(choice.path, ()), *(r for b in event.rollbacks for r in b.skip_batches)]

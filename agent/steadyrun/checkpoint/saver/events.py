@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from steadyrun.checkpoint.choose import Rejected
+from steadyrun.checkpoint.choose import FolderOffer, Rejected
 from steadyrun.checkpoint.layout import Layout
 from steadyrun.checkpoint.planning import Part
 from steadyrun.checkpoint.saver import messages as m
@@ -26,6 +26,7 @@ __all__ = [
     "Bind",
     "Binding",
     "CancelWrites",
+    "CopyLocal",
     "DigestSlot",
     "DropArena",
     "End",
@@ -37,6 +38,8 @@ __all__ = [
     "Inspected",
     "LeaveAsked",
     "LetGo",
+    "ListLocal",
+    "LocalListed",
     "MemoryShort",
     "NodeCommand",
     "NodeEvent",
@@ -255,6 +258,14 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalListed:
+    """What this node's own disk holds."""
+
+    attempt: int
+    folders: tuple[FolderOffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryShort:
     """The memory of an arena could not be taken in advance."""
 
@@ -334,6 +345,7 @@ NodeEvent = (
     | ArenaRefused
     | ArenaRestored
     | Inspected
+    | LocalListed
     | MemoryShort
     | PieceWritten
     | PieceFailed
@@ -446,6 +458,23 @@ class ReleaseSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class ListLocal:
+    """Look what this node's own disk holds for *ranks*."""
+
+    attempt: int
+    options: CheckpointOptions
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLocal:
+    """Bring a committed checkpoint to this node's own disk."""
+
+    path: str
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
 class SetWanted:
     attempt: int
     arenas: tuple[int, ...]
@@ -480,6 +509,8 @@ NodeCommand = (
     | CancelWrites
     | LetGo
     | ReleaseSlot
+    | ListLocal
+    | CopyLocal
     | SetWanted
     | Report
     | End

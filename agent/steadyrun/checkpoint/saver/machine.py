@@ -31,6 +31,7 @@ from steadyrun.checkpoint.saver.events import (
     Bind,
     Binding,
     CancelWrites,
+    CopyLocal,
     DigestSlot,
     DropArena,
     End,
@@ -41,6 +42,8 @@ from steadyrun.checkpoint.saver.events import (
     Inspected,
     LeaveAsked,
     LetGo,
+    ListLocal,
+    LocalListed,
     MemoryShort,
     NodeCommand,
     NodeEvent,
@@ -175,6 +178,8 @@ class SaverMachine:
         self._asked: dict[int, m.RestoreTold] = {}
         self._flushes: dict[str, tuple[m.FlushTold, float]] = {}
         self._failed: AttemptFailed | None = None
+        self._local: LocalListed | None = None
+        self._is_listing_local = False
         self._step_told = -1
         self._step_told_s = -inf
         self._heard_s = 0.0
@@ -288,6 +293,12 @@ class SaverMachine:
                 self._on_restored(event, now_s)
             case Inspected():
                 self._on_inspected(event)
+            case LocalListed():
+                if self._binding is not None and event.attempt == self._binding.attempt:
+                    self._local = event
+                    for rank in self._current():
+                        if rank.restore is not None and rank.rank not in self._asked:
+                            self._ask(rank)
             case MemoryShort():
                 self._out.append(Report("memory_short", {"rank": event.rank, "why": event.why}, event.why))
             case PieceWritten():
@@ -664,10 +675,16 @@ class SaverMachine:
                 self._out.append(DigestSlot(piece.arena, piece.slot, piece.key.generation))
             del self._pieces[result.key, piece.rank]
         if is_new:
+            self._copy_to_local(result)
             for rank in list(self._ranks.values()):
                 if rank.attempt == result.key.attempt:
                     self._tell_rank(rank, result)
             self._drop_unused()
+
+    def _copy_to_local(self, result: m.Resolved) -> None:
+        known = self._options.get(result.key.attempt)
+        if result.state is SaveState.DURABLE and TierName.LOCAL in result.tiers and known is not None:
+            self._out.append(CopyLocal(result.path, known[0]))
 
     def _note_durable(self, result: m.Resolved) -> None:
         if result.state is SaveState.DURABLE and (self.last_durable is None or result.key > self.last_durable.key):
@@ -688,6 +705,12 @@ class SaverMachine:
         """Tell the coordinator what this rank could load, once its memory was looked through."""
         event = rank.restore
         if event is None:
+            return
+        options, run_id = self._options[event.attempt]
+        if options.local is not None and self._local is None:
+            if not self._is_listing_local and self._binding is not None:
+                self._is_listing_local = True
+                self._out.append(ListLocal(event.attempt, options, frozenset(self._binding.ranks)))
             return
         snapshots: list[Snapshot] = []
         digest = event.digest or ""
@@ -715,9 +738,16 @@ class SaverMachine:
                     )
                     for f in arena.inspected.good
                 ]
-        options, run_id = self._options[event.attempt]
         told = m.RestoreTold(
-            event.attempt, rank.rounds, rank.rank, digest, tuple(snapshots), (), event.rejected, run_id, options
+            event.attempt,
+            rank.rounds,
+            rank.rank,
+            digest,
+            tuple(snapshots),
+            self._local.folders if self._local is not None else (),
+            event.rejected,
+            run_id,
+            options,
         )
         self._asked[rank.rank] = told
         self._post(told)
@@ -850,6 +880,7 @@ class SaverMachine:
             self._agrees.clear()
             self._asked.clear()
             self._step_told = -1
+            self._local, self._is_listing_local = None, False
         self._is_bound, self._unbound_s = False, now_s
         self._out.append(Bind(binding))
         for arena in self._arenas.values():

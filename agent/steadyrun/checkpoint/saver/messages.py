@@ -287,6 +287,7 @@ class Resolved:
     Attributes:
         reason: for a failed one, a word that tells classes of failures apart.
         seconds: from its last rank being in memory until durable.
+        tiers: to which it was to go; with *path*, other tiers are filled from there.
     """
 
     key: SaveKey
@@ -297,6 +298,7 @@ class Resolved:
     seconds: float = 0.0
     size_bytes: int = 0
     at_unix_s: float = 0.0
+    tiers: frozenset[TierName] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

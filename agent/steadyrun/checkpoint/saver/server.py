@@ -84,10 +84,12 @@ class _Pool:
         self._lock = threading.Lock()
         self._idle = 0
         self._started = 0
+        self.pending = 0
 
     def submit(self, job: Callable[[], _Done]) -> None:
         """*job* gives the event that tells of it, and handles its own errors."""
         with self._lock:
+            self.pending += 1
             self._jobs.put(job)
             if self._idle == 0 and self._started < self._threads:
                 self._started += 1
@@ -104,6 +106,7 @@ class _Pool:
             if event is not None:
                 self._done(event)
             with self._lock:
+                self.pending -= 1
                 self._idle = min(self._idle + 1, self._started)
 
 
@@ -149,10 +152,13 @@ class Server:
         self._folders = _Pool("folder", 1, self._finish)
         self._listers = _Pool("list", 1, self._finish)
         self._chores = _Pool("chore", 1, self._finish, is_low=True)
+        self._copiers = _Pool("copy", 2, self._finish, is_low=True)
+        self._remotes = _Pool("remote", 1, self._finish)
         self._hashers = _Pool("hash", 2, self._finish, is_low=True)
         self._openers = _Pool("open", 1, self._finish)
         self._faulters = _Pool("fault", 2, self._finish, is_low=True)
         self._planners = _Pool("plan", 1, self._finish)
+        self._complaints: dict[str, str] = {}
         self._removed = 0
         self._damaged = 0
         self._metrics = ""
@@ -213,6 +219,7 @@ class Server:
                     self._record(type_, fields)
                 for text in event.notes:
                     self._tell_agent("note", text=text)
+                self._complain(event)
             case Connected():
                 self._on_connected(event)
             case Lost():
@@ -222,10 +229,24 @@ class Server:
                 self._on_heard(event.message)
             case c.PlanMade() | c.FolderOpened() | c.FolderRefused() | c.FolderCommitted() | c.CommitRefused():
                 self._coordinator_event(event)
-            case c.FoldersListed() | c.RollbackLooked():
+            case c.FoldersListed() | c.RollbackLooked() | c.RemoteFetched():
                 self._coordinator_event(event)
             case _:
                 self._node_event(event)
+
+    def _complain(self, told: writer.Told) -> None:
+        """Once, until it is right again."""
+        if told.complaint is None:
+            return
+        about, why = told.complaint
+        if why and about not in self._complaints:
+            self._tell_agent("note", text=why)
+        elif not why and about in self._complaints:
+            self._tell_agent("note", text=f"checkpoints reach the {about} tier again")
+        if why:
+            self._complaints[about] = why
+        else:
+            self._complaints.pop(about, None)
 
     def _node_event(self, event: Any) -> None:
         self._todo.append((False, event))
@@ -256,7 +277,8 @@ class Server:
             for order in coordinator.order_save(now_s):
                 self._coordinate(order)
         self._work()
-        self._node_event(e.Tick(is_coordinator_busy=coordinator is not None and coordinator.is_busy))
+        is_busy = (coordinator is not None and coordinator.is_busy) or self._copiers.pending > 0
+        self._node_event(e.Tick(is_coordinator_busy=is_busy))
         binding = self._machine.binding
         if binding is not None:
             steps = self._steps(binding.attempt, binding.ranks)
@@ -616,6 +638,10 @@ class Server:
                     box.arena.slots[command.slot].let_go()
             case e.ReleaseSlot():
                 self._release(command)
+            case e.ListLocal():
+                self._listers.submit(functools.partial(writer.list_local, command))
+            case e.CopyLocal():
+                self._copiers.submit(functools.partial(writer.copy_local, command))
             case e.SetWanted():
                 self._order(command)
             case e.Report():
@@ -762,6 +788,12 @@ class Server:
                 self._chores.submit(lambda: writer.abandon_folder(order))
             case c.ListFolders():
                 self._listers.submit(lambda: writer.list_folders(order))
+            case c.ListRemote():
+                self._remotes.submit(lambda: writer.list_remote(order))
+            case c.FetchRemote():
+                self._remotes.submit(lambda: writer.fetch_remote(order))
+            case c.CopyRemote():
+                self._copiers.submit(lambda: writer.copy_remote(order))
             case c.LookForRollback():
                 self._listers.submit(lambda: writer.look_for_rollback(order))
             case c.NoteLoaded():
@@ -821,6 +853,8 @@ class Server:
             "memory_bytes": self._memory.size_bytes,
             "snapshots_damaged": self._damaged,
             "removed": self._removed,
+            "copying": self._copiers.pending,
+            "complaints": self._complaints,
         }
         coordinator = self._coordinator
         if coordinator is not None:

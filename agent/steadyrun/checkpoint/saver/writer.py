@@ -13,9 +13,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from steadyrun.checkpoint import commit, quarantine, rollback
@@ -26,16 +26,19 @@ from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.manifest import Fragment, Manifest
 from steadyrun.checkpoint.planning import plan
-from steadyrun.checkpoint.retention import Keep, Pruned, prune
+from steadyrun.checkpoint.retention import Keep, Pruned, prune, to_remove
 from steadyrun.checkpoint.saver.coordinator import (
     AbandonFolder,
     CommitFolder,
     CommitRefused,
+    CopyRemote,
+    FetchRemote,
     FolderCommitted,
     FolderOpened,
     FolderRefused,
     FoldersListed,
     ListFolders,
+    ListRemote,
     LookForRollback,
     MakePlan,
     NoteFailure,
@@ -43,13 +46,22 @@ from steadyrun.checkpoint.saver.coordinator import (
     OpenFolder,
     PlanMade,
     Prune,
+    RemoteFetched,
     RollbackLooked,
 )
-from steadyrun.checkpoint.saver.events import PieceFailed, PieceWritten, WritePiece
+from steadyrun.checkpoint.saver.events import (
+    CopyLocal,
+    ListLocal,
+    LocalListed,
+    PieceFailed,
+    PieceWritten,
+    WritePiece,
+)
 from steadyrun.checkpoint.saver.memory import Box
-from steadyrun.checkpoint.saves import TierName
+from steadyrun.checkpoint.saves import CheckpointOptions, TierName
 from steadyrun.checkpoint.schedule import Experience
 from steadyrun.checkpoint.shardfile import RateLimit, WriteError, WriteOptions, Written, write_rank_files
+from steadyrun.checkpoint.tiers import TierError, open_tier
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
@@ -58,8 +70,13 @@ __all__ = [
     "Told",
     "abandon_folder",
     "commit_folder",
+    "copy_local",
+    "copy_remote",
+    "fetch_remote",
     "folder_offer",
     "list_folders",
+    "list_local",
+    "list_remote",
     "look_for_rollback",
     "lower_priority",
     "make_plan",
@@ -261,7 +278,7 @@ def list_folders(order: ListFolders) -> FoldersListed:
         quarantined = quarantine.read(root).quarantined()
     except SteadyrunError as e:
         problems.append(str(e))
-    offers = tuple(folder_offer(c, TierName.SHARED) for c in listed)
+    offers = tuple(folder_offer(c, TierName.SHARED, rollbacks=rollbacks) for c in listed)
     skipped = {str(c.path): c.manifest.skipped for c in listed if c.manifest is not None and c.manifest.skipped}
     return FoldersListed(
         order.attempt,
@@ -294,8 +311,17 @@ def _roll_back(root: Path, asked: Mapping[str, Any] | None, problems: list[str])
     return to
 
 
-def folder_offer(listed: Listed, tier: TierName, path: str = "", ranks: frozenset[int] | None = None) -> FolderOffer:
+def folder_offer(
+    listed: Listed,
+    tier: TierName,
+    path: str = "",
+    ranks: frozenset[int] | None = None,
+    rollbacks: Sequence[rollback.Request] = (),
+) -> FolderOffer:
+    """*rollbacks*: what is older than one of them, and newer than its step, was committed after it was carried out."""
     manifest = listed.manifest
+    saved_unix_s = manifest.created_unix_s if manifest is not None else 0.0
+    is_passed = manifest is not None and rollback.is_superseded(rollbacks, listed.step, saved_unix_s)
     return FolderOffer(
         tier=tier,
         step=listed.step,
@@ -304,9 +330,44 @@ def folder_offer(listed: Listed, tier: TierName, path: str = "", ranks: frozense
         world_size=manifest.world_size if manifest is not None else 0,
         verified=listed.is_verified,
         problem=listed.problem or "",
-        superseded=listed.is_superseded,
+        superseded=listed.is_superseded or is_passed,
         ranks=ranks,
-        saved_unix_s=manifest.created_unix_s if manifest is not None else 0.0,
+        saved_unix_s=saved_unix_s,
+    )
+
+
+def list_remote(order: ListRemote) -> FoldersListed:
+    """Adds what the remote tier holds."""
+    listed = dataclasses.replace(order.listed, has_remote=True)
+    try:
+        tier = open_tier(str(order.options.remote))
+        found = [
+            folder_offer(c, TierName.REMOTE, tier.path_of(str(c.name)), rollbacks=listed.rollbacks) for c in tier.list()
+        ]
+    except TierError as e:
+        return dataclasses.replace(listed, why=f"{listed.why}; {e}" if listed.why else str(e))
+    return dataclasses.replace(listed, folders=(*listed.folders, *found))
+
+
+def fetch_remote(order: FetchRemote) -> RemoteFetched:
+    try:
+        tier = open_tier(str(order.options.remote))
+        path = tier.get(PurePosixPath(order.path).name, Path(order.options.root))
+    except (TierError, OSError) as e:
+        return RemoteFetched(order.attempt, order.round, "", str(e))
+    return RemoteFetched(order.attempt, order.round, str(path))
+
+
+def list_local(order: ListLocal) -> LocalListed:
+    """A disk of this node that cannot be listed holds nothing."""
+    try:
+        listed = list_checkpoints(Path(str(order.options.local)))
+        rollbacks = rollback.carried_out(Path(order.options.root))
+    except SteadyrunError:
+        return LocalListed(order.attempt, ())
+    return LocalListed(
+        order.attempt,
+        tuple(folder_offer(c, TierName.LOCAL, ranks=order.ranks, rollbacks=rollbacks) for c in listed),
     )
 
 
@@ -321,10 +382,15 @@ def look_for_rollback(order: LookForRollback) -> RollbackLooked:
 # -- notes in the root -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a job has to say: journal records, and sentences for the user."""
+    """What a job has to say: journal records, and sentences for the user.
+
+    Attributes:
+        complaint: about what, and what is wrong; empty when it is right again. Said once until it is.
+    """
 
     records: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     notes: tuple[str, ...] = ()
+    complaint: tuple[str, str] | None = None
 
 
 def note_loaded(order: NoteLoaded) -> Told:
@@ -356,6 +422,33 @@ def note_failure(order: NoteFailure) -> Told:
         fields = {"step": entry.step, "attempt": entry.attempt, "signature": entry.signature, "why": entry.why}
         records = (("checkpoint_quarantined", fields),)
     return Told(records, (judged[0].note,) if judged[0].note else ())
+
+
+def copy_local(order: CopyLocal) -> Told:
+    return _copy(order.path, str(order.options.local), TierName.LOCAL, order.options)
+
+
+def copy_remote(order: CopyRemote) -> Told:
+    return _copy(order.path, str(order.options.remote), TierName.REMOTE, order.options)
+
+
+def _copy(path: str, place: str, name: TierName, options: CheckpointOptions) -> Told:
+    """Bring a checkpoint to another tier, and keep to the retention there."""
+    common = {"tier": name.value, "place": place}
+    try:
+        tier = open_tier(place)
+        moved = tier.put(Path(path))
+        records: list[tuple[str, Mapping[str, Any]]] = []
+        if not moved.was_there:
+            fields = {**common, "path": moved.path, "bytes": moved.size_bytes, "seconds": round(moved.elapsed_s, 3)}
+            records.append(("checkpoint_copied", fields))
+        for old in to_remove(tier.list(), options.keep, options.keep_every):
+            tier.remove(str(old.name))
+            records.append(("checkpoint_removed", {**common, "path": tier.path_of(str(old.name))}))
+    except (SteadyrunError, OSError) as e:
+        why = str(e)
+        return Told((("checkpoint_not_copied", {**common, "path": path, "why": why}),), complaint=(name.value, why))
+    return Told(tuple(records), complaint=(name.value, ""))
 
 
 def prune_folder(order: Prune) -> Told:
