@@ -1,4 +1,4 @@
-"""Checkpoints beside the shared folder, on the node's own disk and in a remote store, through the real saver process."""
+"""Checkpoints beside the shared folder, on the node's own disk and in a remote store, through the real saver."""
 
 from __future__ import annotations
 
