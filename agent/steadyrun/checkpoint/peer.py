@@ -357,7 +357,7 @@ class _Arrival:
         self.slot.write_blobs(blobs)
         number = len(self._layout.entries)
         self.slot.compute_digests([number])
-        return "" if self.slot.digest(number) == self.header.digests[number] else "the objects"
+        return "" if self.slot.digest(number) == self.header.digests[number] else "the block of objects"
 
     def _receive_entry(self, channel: _Channel, index: int) -> str:
         entry = self._layout.entries[index]

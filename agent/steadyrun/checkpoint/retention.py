@@ -61,11 +61,9 @@ def to_remove(
         quarantined: by path, see ``quarantine.Ledger.among``.
     """
     newest_first = sorted(listed, key=lambda c: (*c.order, c.path.name), reverse=True)
-    good = [c for c in newest_first if c.is_complete and not _is_doubtful(c, quarantined)]
-    staying = {c.path for c in good[: max(keep, LEAST_KEPT)]}
-    staying.update(in_use)
-    staying.update(pinned)
+    staying = {*in_use, *pinned}
     staying.update(c.path for c in newest_first if c.is_unsure)
+    good = [c for c in newest_first if not _is_doubtful(c, quarantined)]
     for candidates in (good, newest_first):
         staying.update(c.path for c in [c for c in candidates if c.is_verified][:1])
     if keep_every is not None:
@@ -75,10 +73,7 @@ def to_remove(
         for i, c in enumerate(newest_first)
         if c.path not in staying and _is_passed(c, newest_first[:i], keep, quarantined)
     ]
-    # Two complete ones stay in any case, of whatever worth.
-    complete = [c for c in newest_first if c.is_complete]
-    spared = {c.path for c in complete[:LEAST_KEPT]} if len(good) < LEAST_KEPT else set()
-    return tuple(c for c in reversed(out) if c.path not in spared)
+    return tuple(reversed(out))
 
 
 def _is_doubtful(c: Listed, quarantined: Collection[Path]) -> bool:
@@ -86,7 +81,7 @@ def _is_doubtful(c: Listed, quarantined: Collection[Path]) -> bool:
 
 
 def _is_passed(c: Listed, newer: Sequence[Listed], keep: int, quarantined: Collection[Path]) -> bool:
-    """Whether enough good ones are newer than *c* for it not to be missed."""
+    """Whether enough good ones are newer than *c* for it not to be missed: with that, the newest stay by themselves."""
     count = sum(1 for n in newer if n.is_complete and not _is_doubtful(n, quarantined))
     return count >= (max(keep, LEAST_KEPT) if c.is_complete else 1)
 

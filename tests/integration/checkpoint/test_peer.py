@@ -355,6 +355,14 @@ def test_damage_in_our_own_memory_is_not_passed_on(ours: Arena, store: ForeignSt
     assert steps(store) == []
 
 
+def test_damage_in_our_objects_is_not_passed_on(ours: Arena, store: ForeignStore, server: PeerServer) -> None:
+    generation = fill(ours, 0, 7)
+    ours.slots[0].blobs()[1][3] ^= 1
+    with pytest.raises(PeerError, match=r"the block of objects is not what was sent"):
+        push("127.0.0.1", server.port, TOKEN, ours, ours.slots[0], generation, tries=PATIENT)
+    assert steps(store) == []
+
+
 def test_damage_in_the_partners_memory_is_named_and_not_loaded(
     ours: Arena, server: PeerServer, store: ForeignStore
 ) -> None:

@@ -417,6 +417,51 @@ def test_damage_in_the_store_is_found_named_and_not_fetched(
     assert not back.exists() or os.listdir(back) == []
 
 
+def test_a_manifest_that_arrives_damaged_is_sent_again(flaky: type[Flaky], save: Save) -> None:
+    damages = 1
+
+    def fail(operation: str, path: str) -> None:
+        nonlocal damages
+        if operation == "cat" and path.endswith(MANIFEST_NAME) and damages:
+            damages -= 1
+            change(flaky, MANIFEST_NAME, 40)
+
+    flaky.fail = staticmethod(fail)
+    tier = open_tier("flaky://bucket/run", READY)
+    tier.put(save(7))
+    assert damages == 0
+    assert tier.is_complete("step-000000007")
+
+
+def test_half_an_object_is_not_left_in_the_store(flaky: type[Flaky], save: Save) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        open_tier("flaky://bucket/run", dataclasses.replace(READY, threads=1)).put(save(7), stop)
+    assert names_in(flaky) == {UNFINISHED_NAME}
+
+
+def test_a_byte_that_was_damaged_on_the_way_is_asked_for_again(flaky: type[Flaky], save: Save, tmp_path: Path) -> None:
+    tier = open_tier("flaky://bucket/run", dataclasses.replace(READY, threads=1))
+    folder = save(7)
+    tier.put(folder)
+    reads = 0
+
+    def fail(operation: str, path: str) -> None:
+        nonlocal reads
+        if operation == "read" and path.endswith("/__1_0.distcp") and reads < 2:
+            reads += 1
+            change(flaky, "__1_0.distcp", 5000)  # the second time it is as it was
+
+    flaky.fail = staticmethod(fail)
+    assert content(tier.get("step-000000007", tmp_path / "back")) == content(folder)
+    assert reads == 2
+
+
 def test_a_cut_or_missing_object_is_listed_with_its_name(flaky: type[Flaky], save: Save) -> None:
     tier = open_tier("flaky://bucket/run", READY)
     tier.put(save(7))

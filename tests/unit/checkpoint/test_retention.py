@@ -61,6 +61,11 @@ def test_the_newest_verified_one_stays_and_older_verified_ones_go() -> None:
     assert steps(to_remove(found, keep=2)) == [1, 3]
 
 
+def test_the_newest_verified_one_stays_also_when_it_was_set_aside() -> None:
+    found = [listed(1, verified=True), listed(2, verified=True, superseded=True), *(listed(s) for s in (3, 4, 5))]
+    assert steps(to_remove(found, keep=2)) == [3]
+
+
 def test_what_is_in_use_or_pinned_stays() -> None:
     found = [listed(s) for s in range(1, 6)]
     assert steps(to_remove(found, 2, in_use=[found[0].path], pinned=[found[1].path])) == [3]
