@@ -45,7 +45,14 @@ done
 wait "$launcher"
 status=$?
 grep -E '^(step|going|starting|asked)|steadyrun:' "$job/output.txt" | tail -40
-"$python" examples/demo_report.py "$job" --exit-code "$status" || failed+=("training")
+"$python" examples/demo_report.py "$job" --every 200 --exit-code "$status" || failed+=("training")
+
+echo "== copies between the GPU and snapshot memory"
+if "$python" -c 'import pytest' 2>/dev/null; then
+    "$python" -m pytest -q -m gpu -p no:cacheprovider tests/integration/checkpoint || failed+=("copies")
+else
+    echo "left out: pytest is not installed in $python"
+fi
 
 echo "== standbys: memory on the host and on the GPU"
 "$python" - "$job/memory.txt" <<'PY' || failed+=("standbys")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import uuid
 from pathlib import Path
 
 import pytest
-from jobs import Job, JobStarter, command
+from jobs import Job, JobStarter, command, free_port
+
+from steadyrun.checkpoint.catalog import look
 
 FORMS = {"ddp": 2, "fsdp2": 2, "hsdp": 4, "tpdp": 4}
 STEPS = 40
@@ -98,6 +101,31 @@ def test_another_number_of_ranks_goes_on_within_float_tolerance(start: JobStarte
     assert sorted(seen) == list(range(STEPS))
     for step, loss in seen.items():
         assert loss == pytest.approx(expected[step], rel=1e-4, abs=1e-5), f"step {step}"
+
+
+@pytest.mark.deadline(600)
+def test_two_nodes_resume_together_from_the_memory_of_both(
+    start: JobStarter, undisturbed: dict[str, Job], tmp_path: Path
+) -> None:
+    """Each agent has its own saver; they agree over the store of the attempt, also on what is committed."""
+    alone = reference(start, undisturbed, "ddp", tmp_path)
+    folder = tmp_path / "checkpoints"
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--nproc-per-node=1"]
+    options.append(f"--rdzv-id={uuid.uuid4().hex[:8]}")
+    arguments, env = ["ddp", STEPS, EVERY, folder], {"EXACT_PACE_S": "0.05"}
+    first = start("exact.py", options, arguments, env=env, name="agent0")
+    second = start("exact.py", options, arguments, env=env, shared=first, name="agent1")
+    first.wait_for_step(EVERY + 2, ranks=(0, 1), deadline_s=120)
+    os.kill(first.pids()[1], signal.SIGKILL)
+    for job in (first, second):
+        assert job.wait(180) == 0, job.story()
+    again = [e for e in first.events("resumed") if e["attempt"] == 1]
+    assert len(again) == 2
+    assert all("from memory" in e["source"] and e["start"] >= EVERY for e in again), again
+    assert losses(first) == losses(alone)
+    complete = look(folder).complete
+    assert max(c.step for c in complete) == STEPS - 1
+    assert not look(folder).partials
 
 
 def test_a_run_without_steadyrun_saves_and_resumes_too(start: JobStarter, tmp_path: Path) -> None:
