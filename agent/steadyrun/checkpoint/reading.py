@@ -7,6 +7,8 @@ that torch stores and never looks at. Several threads read; copies and checksums
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import os
 import pickle
@@ -188,15 +190,29 @@ def _load_flat(reader: Reader, keys: Sequence[str]) -> dict[str, Any]:
 
 def _load(reader: Reader, planner: _Planner, state: dict[str, Any]) -> tuple[str, ...]:
     """What ``dcp.load`` does, for this rank alone. Returns the keys that the folder does not hold."""
-    metadata = reader.metadata
-    planner.set_up_planner(state, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = planner.create_local_plan()
+    with _no_collection():
+        metadata = reader.metadata
+        planner.set_up_planner(state, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.create_local_plan()
     missing = tuple(k for k in planner.state_dict if k not in metadata.state_dict_metadata)
     if missing and planner.is_strict:
         raise MissingKeysError(reader.folder, missing)
     reader.read_data(planner.finish_plan(reader.prepare_local_plan(plan)), planner).wait()
     return missing
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection for a moment: ten thousand new objects start one, and each looks at all that torch made."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _Planner(DefaultLoadPlanner):
@@ -300,9 +316,11 @@ class Reader(StorageReader):
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         # All that is wanted: a shard whose place in the tensor is damaged may be in no item of the plan at all.
         wanted = getattr(planner, "state_dict", None)
-        self._check_coverage([*(i.storage_index.fqn for i in tensors), *(wanted if isinstance(wanted, dict) else ())])
-        targets = [planner.resolve_tensor(item).detach() for item in tensors]
-        jobs = self._jobs(tensors, targets)
+        keys = [*(i.storage_index.fqn for i in tensors), *(wanted if isinstance(wanted, dict) else ())]
+        with _no_collection():
+            self._check_coverage(keys)
+            targets = [planner.resolve_tensor(item).detach() for item in tensors]
+            jobs = self._jobs(tensors, targets)
         objects = [(item, self._place(item)) for item in plan.items if item.type is LoadItemType.BYTE_IO]
         self._check_files(
             [*((j.key, j.offsets, j.place) for j in jobs), *((i.dest_index.fqn, (), p) for i, p in objects)]

@@ -5,10 +5,12 @@ torch computes a CRC32 for each record when it saves, and compares it with nothi
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from steadyrun.checkpoint.contents import DTYPE_BITS
@@ -17,8 +19,9 @@ from steadyrun.core.errors import SteadyrunError
 
 __all__ = ["DamagedArchiveError", "Record", "StoredTensor", "StoredValue", "read_records", "stored_value"]
 
-_LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
-_CENTRAL_HEADER: Final = struct.Struct("<4s6xH4x3I3H8xI")
+_LOCAL_HEADER: Final = struct.Struct("<8xH16x2H")
+_CENTRAL_HEADER: Final = struct.Struct("<4s6xH4x2I3H8xI")  # without its CRC32
+_CRC_FIELD: Final = re.compile(rb"(?<=PK\x01\x02.{12}).{4}", re.DOTALL)
 _END: Final = struct.Struct("<4s4H2IH")
 _LOCATOR: Final = struct.Struct("<4sIQI")  # of _END64, which stands before it
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
@@ -95,28 +98,42 @@ def read_records(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[Re
     """
     at, count, length = _directory(read, size_bytes)
     directory = read(at, length)
-    entries = []
-    offset = 0
-    for _ in range(count):
-        entry, offset = _entry(directory, offset)
-        entries.append(entry)
-    entries.sort(key=lambda e: e.header_at)
-    if offset != length or not entries or entries[0].header_at != 0:
+    crcs = _CRC_FIELD.findall(directory)
+    if len(crcs) != count:
         raise DamagedArchiveError("its list of records is not what its end says")
-    limits = [*(e.header_at for e in entries[1:]), at]
-    return tuple(_record(read, entry, limit) for entry, limit in zip(entries, limits, strict=True))
+    return tuple(
+        _record(read, entry, int.from_bytes(crcs[entry.index], "little"))
+        for entry in _entries(_CRC_FIELD.sub(b"", directory), at)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _entries(directory: bytes, directory_at: int) -> tuple[_Entry, ...]:
+    """The records in a list without its CRC32s, by place; the list is equal for all tensors of one dtype and shape."""
+    found: list[_Entry] = []
+    offset = 0
+    while offset < len(directory):
+        entry, offset = _entry(directory, offset, len(found))
+        found.append(entry)
+    found.sort(key=lambda e: e.header_at)
+    if not found or found[0].header_at != 0:
+        raise DamagedArchiveError("its list of records does not begin with its first byte")
+    limits = [*(e.header_at for e in found[1:]), directory_at]
+    return tuple(replace(entry, limit_bytes=limit) for entry, limit in zip(found, limits, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One record as the list of records describes it."""
+    """One record as the list of records describes it, at *index* there; it ends before *limit_bytes*."""
 
-    name: bytes
+    index: int
+    raw_name: bytes
+    name: str
     header_at: int
     packed_bytes: int
     size_bytes: int
-    crc32: int
     compression: int
+    limit_bytes: int = 0
 
 
 def _directory(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[int, int, int]:
@@ -142,13 +159,13 @@ def _directory(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[int,
     return at, count, length
 
 
-def _entry(directory: bytes, offset: int) -> tuple[_Entry, int]:
+def _entry(directory: bytes, offset: int, index: int) -> tuple[_Entry, int]:
     """The entry at *offset* of the list of records, and where the next one begins."""
     name_at = offset + _CENTRAL_HEADER.size
     if name_at > len(directory):
         raise DamagedArchiveError("its list of records is cut off")
     fields = _CENTRAL_HEADER.unpack_from(directory, offset)
-    signature, compression, crc, packed, size, name_bytes, extra_bytes, comment_bytes, header_at = fields
+    signature, compression, packed, size, name_bytes, extra_bytes, comment_bytes, header_at = fields
     extra_at = name_at + name_bytes
     end = extra_at + extra_bytes + comment_bytes
     if signature != b"PK\x01\x02" or end > len(directory):
@@ -161,7 +178,10 @@ def _entry(directory: bytes, offset: int) -> tuple[_Entry, int]:
             header_at = next(large) if header_at == _LARGE else header_at
         except StopIteration:
             raise DamagedArchiveError("a record of more than 4 GiB has no size in its list of records") from None
-    return _Entry(directory[name_at:extra_at], header_at, packed, size, crc, compression), end
+    raw_name = directory[name_at:extra_at]
+    name = raw_name.decode("utf-8", "backslashreplace")
+    name = name.partition("/")[2] or name
+    return _Entry(index, raw_name, name, header_at, packed, size, compression), end
 
 
 def _large_values(extra: bytes) -> Iterator[int]:
@@ -176,24 +196,23 @@ def _large_values(extra: bytes) -> Iterator[int]:
         at += 4 + length
 
 
-def _record(read: Callable[[int, int], bytes], entry: _Entry, limit_bytes: int) -> Record:
-    name = entry.name.decode("utf-8", "backslashreplace")
-    at = entry.header_at
-    if at + _LOCAL_HEADER.size > limit_bytes:
+def _record(read: Callable[[int, int], bytes], entry: _Entry, crc: int) -> Record:
+    name, at = entry.name, entry.header_at
+    if at + _LOCAL_HEADER.size > entry.limit_bytes:
         raise DamagedArchiveError(f"record {name!r} lies outside of its archive")
-    header = read(at, _LOCAL_HEADER.size + len(entry.name))
+    header = read(at, _LOCAL_HEADER.size + len(entry.raw_name))
     if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
         raise DamagedArchiveError(f"record {name!r} has no header at byte {at}")
-    *_, compression, _time, _date, _crc, _packed, _size, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
-    if name_bytes != len(entry.name) or header[_LOCAL_HEADER.size :] != entry.name:
+    compression, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
+    if name_bytes != len(entry.raw_name) or header[_LOCAL_HEADER.size :] != entry.raw_name:
         raise DamagedArchiveError(f"the header at byte {at} is not that of record {name!r}")
     start = at + _LOCAL_HEADER.size + name_bytes + extra_bytes
     is_compressed = compression != 0
     if compression != entry.compression or (entry.size_bytes != entry.packed_bytes and not is_compressed):
         raise DamagedArchiveError(f"the header of record {name!r} is not that in the list of records")
-    if start + entry.packed_bytes > limit_bytes:
+    if start + entry.packed_bytes > entry.limit_bytes:
         raise DamagedArchiveError(f"record {name!r} of {entry.packed_bytes:,} bytes does not fit where it lies")
-    return Record(name.partition("/")[2] or name, start, entry.packed_bytes, entry.crc32, is_compressed)
+    return Record(name, start, entry.packed_bytes, crc, is_compressed)
 
 
 # -- data.pkl --------------------------------------------------------------------------------------------------------
