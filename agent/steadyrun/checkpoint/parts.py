@@ -170,7 +170,8 @@ class BoxedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> BoxedTensor:
-        made: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")
+        device = torch.device("cpu")  # DCP would make a tensor in place of one on the meta device
+        made: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         made._boxes = []
         return made
 
@@ -178,10 +179,10 @@ class BoxedTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} on boxes of a tensor: they are only filled")
 
-    def add(self, offsets: Sequence[int], sizes: Sequence[int], tensor: torch.Tensor) -> None:
+    def add_box(self, offsets: Sequence[int], sizes: Sequence[int], tensor: torch.Tensor) -> None:
         self._boxes.append((torch.Size(offsets), torch.Size(sizes), tensor))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -193,7 +194,7 @@ class BoxedTensor(torch.Tensor):
                 return tensor
         raise KeyError(f"no box at {index.offset}")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"<{len(self._boxes)} boxes of a tensor of {tuple(self.shape)}>"
 
 

@@ -98,7 +98,7 @@ def reseed(seed: int, step: int, rank: int) -> None:
         states = {}
         for name, state in tracker.get_states().items():
             generator = torch.Generator(device="cuda")
-            generator.manual_seed(derived_seed(value, step, sum(name.encode())))
+            generator.manual_seed(derived_seed(value, step, int.from_bytes(str(name).encode(), "little")))
             states[name] = generator.get_state().to(state.device)
         tracker.set_states(states)
 

@@ -226,7 +226,7 @@ class State:
             else:
                 if key not in out:
                     out[key] = BoxedTensor(shard.shape, shard.tensor.dtype)
-                out[key].add(shard.offsets, shard.sizes, shard.tensor)
+                out[key].add_box(shard.offsets, shard.sizes, shard.tensor)
         self._wanted_keys = tuple(key for part in self._parts for key in part.wanted_objects(saved))
         out.update(dict.fromkeys(self._wanted_keys))
         return out
