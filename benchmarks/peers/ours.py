@@ -41,8 +41,6 @@ class Ours(Plain):
 
     def load(self, step: int) -> None:
         """From the folder, verified; what ``resume`` does where there is no snapshot in memory."""
-        from steadyrun.checkpoint.reading import load_folder
-
         load_folder(self.setting.path(step), self.setting.state_dict(), verify=True)
 
     def files(self, step: int) -> list[Path]:
