@@ -573,7 +573,8 @@ class Checkpointer:
             rejected.append([place, step, f"rank {rank}: {why}"])
 
     def _start_afresh(self, choice: Mapping[str, Any], rejected: Sequence[Sequence[Any]]) -> int:
-        tried = [f"step {step} ({source}): {why}" for source, step, why in choice.get("rejected") or rejected]
+        refused = choice.get("rejected") or rejected
+        tried = [why if step < 0 else f"step {step} ({source}): {why}" for source, step, why in refused]
         if tried:
             listed = "\n  ".join(tried)
             raise NoUsableCheckpointError(
