@@ -148,7 +148,7 @@ def one_try(method: Method, kind: str, gib: float, ranks: int, number: int, argu
                     time.sleep(SAMPLE_S)
                 job.wait(60)
             except DeadlineError as e:
-                found["problem"] = f"{e}: {_last_error(job.output_tail(60))}"
+                found["problem"] = f"{e}: {_first_error(job.output_tail(60))}"
                 if arguments.verbose:
                     print(job.output_tail(60), file=sys.stderr)
             found |= _summed_up(job, samples)
@@ -157,9 +157,9 @@ def one_try(method: Method, kind: str, gib: float, ranks: int, number: int, argu
     return Try(method.name, kind, gib, ranks, number, **found)
 
 
-def _last_error(text: str) -> str:
+def _first_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "cannot" in line]
-    return lines[-1][:200] if lines else "no error in its output"
+    return lines[0][:200] if lines else "no error in its output"
 
 
 def _summed_up(job: Job, samples: Sequence[tuple[float, int]]) -> dict[str, Any]:

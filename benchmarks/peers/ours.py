@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import steadyrun.checkpoint.checkpointer  # noqa: F401  # as DCP, it is imported before anything is measured
 from peers.base import Plain, Setting
 from steadyrun import watch
+from steadyrun.checkpoint.reading import load_folder
 
 
 class Ours(Plain):
