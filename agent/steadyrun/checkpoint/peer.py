@@ -479,6 +479,13 @@ class ForeignStore:
         with self._lock:
             return tuple((rank, _as_snapshot(view, f.digest)) for rank, f in self._all() for view in f.sealed)
 
+    def memory_of(self, rank: int, digest: str) -> tuple[Layout, int] | None:
+        """Layout and room for objects of what is held of *rank*: memory of that kind is needed to get it back."""
+        with self._lock:
+            held = (f.arena for of, f in self._all() if of == rank and f.digest == digest)
+            arena = next(held, None)
+            return None if arena is None else (arena.layout, arena.blob_bytes)
+
     def forget(self, rank: int, newer_than_step: int | None = None) -> None:
         """Give up what is held of *rank*: all of it, or the snapshots that a rollback goes back behind."""
         with self._lock:

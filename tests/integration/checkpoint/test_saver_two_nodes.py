@@ -200,3 +200,36 @@ def test_a_store_that_is_lost_costs_only_time(job: Nodes) -> None:
         rank.leave()
     job.until(lambda: any(a.records("checkpoint_committed") for a in job.agents), "the commit")
     assert problems(job.complete()[0]) == []
+
+
+# -- memory of the partner ---------------------------------------------------------------------------------------------
+def test_a_replaced_node_gets_its_snapshot_back_from_its_partner(job: Nodes) -> None:
+    job.options = type(job.options)(root=str(job.root), peer=True)
+    job.begin()
+    ranks = job.train()
+    for rank in ranks:
+        rank.save(5, tiers=["memory", "peer"])
+    job.until(lambda: all(a.records("snapshot_copied") for a in job.agents), "the copies")
+    assert job.complete() == []
+    for rank in ranks:
+        rank.leave()
+    job.of("n1").close()
+    job.agents = [a for a in job.agents if a.node != "n1"]
+    job.begin(1, ("n0", "n2"))
+    again = [job.rank(job.of(node), number, 2, 1) for number, node in enumerate(("n0", "n2"))]
+    for rank in again:
+        rank.send("restore", digest=None, rejected=[], local=True, round=0)
+    job.until(lambda: all(r.last("choice") for r in again), "a choice")
+    choices = [r.last("choice") or {} for r in again]
+    assert [(c["source"], c["step"]) for c in choices] == [("peer", 5)] * 2
+    for rank in again:
+        rank.send_layout(make_layout(rank.rank, 2, {"w": 70_000}, {"b": 1_000}))
+    job.until(lambda: all(r.arena is not None for r in again), "snapshot memory")
+    arena = again[1].arena
+    assert arena is not None
+    slot = arena.slots[int(choices[1]["slot"])]
+    assert slot.view().step == 5
+    assert set(memoryview(slot.payload(arena.layout.entries[0])).cast("f").tolist()) == {1005.0}
+    for rank in again:
+        rank.save(6, tiers=["memory", "peer", "shared"])
+    job.until(lambda: job.is_durable(again, 6), "the next save")

@@ -20,6 +20,7 @@ from typing_extensions import assert_never
 
 from steadyrun.checkpoint.choose import Choice, FolderOffer, Offer, Quarantined, Rejected, Source, choose
 from steadyrun.checkpoint.layout import Layout
+from steadyrun.checkpoint.peer import partner
 from steadyrun.checkpoint.planning import Plan
 from steadyrun.checkpoint.quarantine import Loaded
 from steadyrun.checkpoint.rollback import Request, is_superseded, merged
@@ -469,6 +470,7 @@ class Coordinator:
         self._agreed: dict[tuple[int, str], m.Agreed] = {}
         self._flushes: list[_Flush] = []
         self._steps: dict[int, int] = {}
+        self._peers: dict[int, m.PeerTold] = {}
         self._serial = 0
         self._complaint = ""
         self._out: list[CoordinatorCommand] = []
@@ -552,6 +554,8 @@ class Coordinator:
                 self._on_gone(event, now_s)
             case m.RestoreTold():
                 self._on_restore(event, now_s)
+            case m.PeerTold():
+                self._on_peer(event)
             case m.StartedTold():
                 self._of(event.attempt).started.add(event.rank)
             case m.AgreeTold():
@@ -614,6 +618,7 @@ class Coordinator:
         self._rank_nodes.clear()
         self._heard_s.clear()
         self._steps.clear()
+        self._peers.clear()
         self._questions = {k: q for k, q in self._questions.items() if k[0] >= event.attempt}
         self._values = {k: v for k, v in self._values.items() if k[0] >= event.attempt}
         self._agreed = {k: v for k, v in self._agreed.items() if k[0] >= event.attempt}
@@ -1010,6 +1015,35 @@ class Coordinator:
         question.asked[event.rank] = event
         question.since_s = now_s
 
+    def _on_peer(self, event: m.PeerTold) -> None:
+        if event.attempt != self._attempt.number:
+            return
+        self._peers[event.node] = event
+        options = self._options_of_restore()
+        if options is None or self._nodes < 2:
+            return
+        partners: dict[int, m.Address] = {}
+        for node in range(self._nodes):
+            to = partner(node, self._nodes, options.peer_jump)
+            if to is not None and to in self._peers:
+                partners[node] = self._peers[to].address
+        self._out.append(Tell(m.PeersTold(event.attempt, partners)))
+
+    def _away(self, rank: int) -> Iterable[tuple[m.Away, m.Address]]:
+        """What other nodes hold of *rank*."""
+        for told in self._peers.values():
+            for away in told.held:
+                if away.rank == rank and away.layout.world_size == self._attempt.world_size:
+                    yield away, told.address
+
+    def _offer(self, asked: m.RestoreTold, listed: FoldersListed) -> Offer:
+        """What a rank could load from memory, its own node's or another's."""
+        snapshots = [*asked.snapshots, *(away.snapshot for away, _ in self._away(asked.rank))]
+        valid = [s for s in snapshots if not is_superseded(listed.rollbacks, s.step, s.saved_unix_s)]
+        newest = max(valid, key=lambda s: (s.step, s.attempt), default=None)
+        # A rank that does not know its layout yet takes whatever is there, and looks at it then.
+        return Offer(asked.digest or (newest.digest if newest is not None else ""), tuple(valid))
+
     def _has_all_asked(self, question: _Question) -> bool:
         return 0 < self._attempt.world_size <= len(question.asked)
 
@@ -1044,13 +1078,7 @@ class Coordinator:
         return bool(newer)
 
     def _choose(self, question: _Question, listed: FoldersListed) -> Choice:
-        offers = {
-            r: Offer(
-                a.digest,
-                tuple(s for s in a.snapshots if not is_superseded(listed.rollbacks, s.step, s.saved_unix_s)),
-            )
-            for r, a in question.asked.items()
-        }
+        offers = {r: self._offer(a, listed) for r, a in question.asked.items()}
         rejected = [*question.rejected, *(r for a in question.asked.values() for r in a.rejected)]
         folders = [*listed.folders, *(f for a in question.asked.values() for f in a.folders)]
         return choose(offers, folders, rejected, listed.quarantined, listed.rollback_to)
@@ -1092,7 +1120,14 @@ class Coordinator:
         if choice.source is Source.NONE and event.why:
             choice = dataclasses.replace(choice, why=event.why)
         skips = [*event.skipped_by_path.get(choice.path, ()), *(r for b in event.rollbacks for r in b.skip_batches)]
-        question.answer = m.Chosen(event.attempt, event.round, choice, tuple(merged(skips)))
+        away: dict[int, tuple[m.Address, m.Away]] = {}
+        for rank, tier in choice.tiers.items():
+            if tier is TierName.PEER:
+                order = (choice.attempt, choice.generation)
+                for held, address in self._away(rank):
+                    if (held.snapshot.attempt, held.snapshot.generation) == order:
+                        away[rank] = (address, held)
+        question.answer = m.Chosen(event.attempt, event.round, choice, tuple(merged(skips)), away)
         self._out.append(Tell(question.answer))
         fields: dict[str, Any] = {"attempt": event.attempt, "source": choice.source.value, "why": choice.why}
         if choice.source is not Source.NONE:

@@ -32,6 +32,7 @@ __all__ = [
     "End",
     "ExchangeBound",
     "ExchangeLost",
+    "FetchPeer",
     "FlushAsked",
     "Found",
     "Inspect",
@@ -45,9 +46,12 @@ __all__ = [
     "NodeEvent",
     "OpenArena",
     "OrderPlaced",
+    "PeerFetched",
+    "PeerServing",
     "PieceFailed",
     "PieceWritten",
     "Post",
+    "PushPiece",
     "RankAgree",
     "RankBye",
     "RankFlush",
@@ -61,6 +65,7 @@ __all__ = [
     "ReleaseSlot",
     "Report",
     "SendRank",
+    "ServePeers",
     "SetWanted",
     "StepsRead",
     "Tick",
@@ -258,6 +263,25 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerServing:
+    """Other nodes can bring their snapshots here, and this is what they have brought so far."""
+
+    address: m.Address
+    held: tuple[m.Away, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFetched:
+    """A rank's snapshot is back from another node; *found* is None when it is not, for the reason in *why*."""
+
+    attempt: int
+    rank: int
+    info: ArenaInfo | None
+    found: Found | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LocalListed:
     """What this node's own disk holds."""
 
@@ -346,6 +370,8 @@ NodeEvent = (
     | ArenaRestored
     | Inspected
     | LocalListed
+    | PeerServing
+    | PeerFetched
     | MemoryShort
     | PieceWritten
     | PieceFailed
@@ -458,6 +484,37 @@ class ReleaseSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class ServePeers:
+    """Take snapshots of other nodes' ranks from now on, where they reach this node."""
+
+    binding: Binding
+
+
+@dataclass(frozen=True, slots=True)
+class PushPiece:
+    """Bring a copy of a snapshot to the partner node."""
+
+    key: SaveKey
+    arena: int
+    slot: int
+    address: m.Address
+    options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPeer:
+    """Get a rank's snapshot back; *known*: arenas of this rank."""
+
+    attempt: int
+    rank: int
+    key: SaveKey
+    layout: Layout
+    blob_bytes: int
+    address: m.Address
+    known: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ListLocal:
     """Look what this node's own disk holds for *ranks*."""
 
@@ -509,6 +566,9 @@ NodeCommand = (
     | CancelWrites
     | LetGo
     | ReleaseSlot
+    | ServePeers
+    | PushPiece
+    | FetchPeer
     | ListLocal
     | CopyLocal
     | SetWanted

@@ -37,6 +37,7 @@ from steadyrun.checkpoint.saver.events import (
     End,
     ExchangeBound,
     ExchangeLost,
+    FetchPeer,
     FlushAsked,
     Inspect,
     Inspected,
@@ -49,9 +50,12 @@ from steadyrun.checkpoint.saver.events import (
     NodeEvent,
     OpenArena,
     OrderPlaced,
+    PeerFetched,
+    PeerServing,
     PieceFailed,
     PieceWritten,
     Post,
+    PushPiece,
     RankAgree,
     RankBye,
     RankFlush,
@@ -65,6 +69,7 @@ from steadyrun.checkpoint.saver.events import (
     ReleaseSlot,
     Report,
     SendRank,
+    ServePeers,
     SetWanted,
     StepsRead,
     Tick,
@@ -180,6 +185,10 @@ class SaverMachine:
         self._failed: AttemptFailed | None = None
         self._local: LocalListed | None = None
         self._is_listing_local = False
+        self._serving: PeerServing | None = None
+        self._is_serving_asked = False
+        self._partner: m.Address | None = None
+        self._fetching: dict[int, m.Chosen] = {}
         self._step_told = -1
         self._step_told_s = -inf
         self._heard_s = 0.0
@@ -293,6 +302,11 @@ class SaverMachine:
                 self._on_restored(event, now_s)
             case Inspected():
                 self._on_inspected(event)
+            case PeerServing():
+                self._serving = event
+                self._post_peer()
+            case PeerFetched():
+                self._on_fetched(event)
             case LocalListed():
                 if self._binding is not None and event.attempt == self._binding.attempt:
                     self._local = event
@@ -344,6 +358,9 @@ class SaverMachine:
                 self._resolve(message)
             case m.Chosen():
                 self._on_chosen(message)
+            case m.PeersTold():
+                if self._binding is not None and message.attempt == self._binding.attempt:
+                    self._partner = message.partners.get(self._binding.group_rank)
             case m.Agreed():
                 for rank in self._current():
                     if self._agrees.pop((rank.rank, message.key), None) is not None:
@@ -386,6 +403,7 @@ class SaverMachine:
         self._options.pop(event.attempt, None)
         self._options[event.attempt] = (event.options, event.run_id)
         self._out.append(SendRank(event.connection, "welcome", {"version": 1, "root": event.options.root}))
+        self._serve_peers()
         for resolved in self._resolved.values():
             if resolved.key.attempt == event.attempt:
                 self._tell_rank(rank, resolved)
@@ -558,6 +576,40 @@ class SaverMachine:
         if arenas:
             self._out.append(SetWanted(message.attempt, arenas, message.step, message.tiers))
 
+    # -- other nodes' memory -------------------------------------------------------------------------------------------
+    def _serve_peers(self) -> None:
+        """Once it is known that the job wants it, and that there are other nodes."""
+        binding = self._binding
+        if binding is None or binding.group_world_size < 2 or self._is_serving_asked:
+            return
+        known = self._options.get(binding.attempt)
+        if known is not None and known[0].peer:
+            self._is_serving_asked = True
+            self._out.append(ServePeers(binding))
+
+    def _post_peer(self) -> None:
+        if self._serving is not None and self._binding is not None:
+            told = m.PeerTold(
+                self._binding.attempt, self._binding.group_rank, self._serving.address, self._serving.held
+            )
+            self._post(told)
+
+    def _push(self, piece: _Piece) -> None:
+        known = self._options.get(piece.key.attempt)
+        if TierName.PEER in piece.tiers and self._partner is not None and known is not None:
+            self._out.append(PushPiece(piece.key, piece.arena, piece.slot, self._partner, known[0]))
+
+    def _on_fetched(self, event: PeerFetched) -> None:
+        message = self._fetching.pop(event.rank, None)
+        rank = self._ranks.get((event.attempt, event.rank))
+        if event.info is not None and event.info.id not in self._arenas:
+            self._arenas[event.info.id] = _ArenaState(event.info)
+        if event.found is None:
+            fields = {"rank": event.rank, "why": event.why}
+            self._out.append(Report("snapshot_not_fetched", fields, event.why))
+        if message is not None and rank is not None:
+            self._send_choice(rank, message, -1 if event.found is None else event.found.slot)
+
     # -- memory that outlives somebody ---------------------------------------------------------------------------------
     def _on_restored(self, event: ArenaRestored, now_s: float) -> None:
         self._arenas[event.info.id] = _ArenaState(event.info)
@@ -599,6 +651,7 @@ class SaverMachine:
             if piece.is_in_memory:
                 continue
             piece.is_in_memory = True
+            self._push(piece)
             rank = self._ranks.get((key.attempt, piece.rank))
             if rank is not None:
                 self._tell_state(rank, key, SaveState.IN_MEMORY)
@@ -773,24 +826,37 @@ class SaverMachine:
     def _on_chosen(self, message: m.Chosen) -> None:
         if self._binding is None or message.attempt != self._binding.attempt:
             return
-        choice = message.choice
         for rank in self._current():
             if rank.restore is None or rank.rounds != message.round:
                 continue
             rank.restore = None
             rank.rounds += 1
             self._asked.pop(rank.rank, None)
-            fields: dict[str, Any] = {
-                "source": choice.source.value,
-                "step": choice.step,
-                "attempt": choice.attempt,
-                "slot": self._slot_of(rank.rank, choice.attempt, choice.generation, choice.step),
-                "path": choice.path,
-                "skip_batches": [list(s) for s in message.skip_batches],
-                "rejected": [[r.path or r.tier.value, r.step, r.why] for r in choice.refused],
-                "why": choice.why,
-            }
-            self._out.append(SendRank(rank.connection, "choice", fields))
+            away = message.away.get(rank.rank)
+            if away is None:
+                choice = message.choice
+                slot = self._slot_of(rank.rank, choice.attempt, choice.generation, choice.step)
+                self._send_choice(rank, message, slot)
+                continue
+            address, held = away
+            key = SaveKey(message.choice.attempt, message.choice.generation, message.choice.step)
+            known = tuple(n for n, a in self._arenas.items() if a.info.rank == rank.rank)
+            self._fetching[rank.rank] = message
+            self._out.append(FetchPeer(message.attempt, rank.rank, key, held.layout, held.blob_bytes, address, known))
+
+    def _send_choice(self, rank: _Rank, message: m.Chosen, slot: int) -> None:
+        choice = message.choice
+        fields: dict[str, Any] = {
+            "source": choice.source.value,
+            "step": choice.step,
+            "attempt": choice.attempt,
+            "slot": slot,
+            "path": choice.path,
+            "skip_batches": [list(s) for s in message.skip_batches],
+            "rejected": [[r.path or r.tier.value, r.step, r.why] for r in choice.refused],
+            "why": choice.why,
+        }
+        self._out.append(SendRank(rank.connection, "choice", fields))
 
     def _slot_of(self, rank: int, attempt: int, generation: int, step: int) -> int:
         """Where that snapshot is; -1 when it is not in memory here."""
@@ -880,9 +946,11 @@ class SaverMachine:
             self._agrees.clear()
             self._asked.clear()
             self._step_told = -1
-            self._local, self._is_listing_local = None, False
+            self._local, self._is_listing_local, self._partner = None, False, None
+            self._fetching.clear()
         self._is_bound, self._unbound_s = False, now_s
         self._out.append(Bind(binding))
+        self._serve_peers()
         for arena in self._arenas.values():
             # While the ranks start: they find the result when they ask.
             if arena.info.rank in binding.ranks and arena.info.world_size == binding.world_size:
@@ -918,6 +986,7 @@ class SaverMachine:
                 self._post_layout(rank.attempt, self._arenas[rank.arena].info, "")
             elif rank.refusal and rank.rank in self._refusals:
                 self._post_refusal(rank.attempt, *self._refusals[rank.rank])
+        self._post_peer()
         for rank_number in sorted(self._gone):
             self._post(m.RankGoneTold(binding.attempt, rank_number))
         for agree in self._agrees.values():

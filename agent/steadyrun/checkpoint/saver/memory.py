@@ -20,17 +20,21 @@ from steadyrun.checkpoint.arena import (
     SlotState,
     affordable_slots,
     available_bytes,
+    choose_slot,
     memory_needed_bytes,
 )
 from steadyrun.checkpoint.layout import Layout, LayoutError
+from steadyrun.checkpoint.peer import PeerError, fetch
 from steadyrun.checkpoint.saver.events import (
     ArenaInfo,
     ArenaOpened,
     ArenaRefused,
     ArenaRestored,
+    FetchPeer,
     Found,
     Inspected,
     OpenArena,
+    PeerFetched,
 )
 from steadyrun.checkpoint.saver.messages import MessageError, Remembered, SaveKey, decode, encode
 
@@ -156,6 +160,47 @@ class Memory:
         box = Box(arena, info, f"arena-{layout.rank}-{number}-{os.getpid()}")
         # Every rank would say the same: the first one of the node says it, and whoever got less.
         return ArenaOpened(order.attempt, info, why if slots < order.slots or order.rank == 0 else ""), box
+
+    def fetch(self, order: FetchPeer, known: Sequence[Box]) -> tuple[PeerFetched, Box | None]:
+        """Get a rank's snapshot back from another node, into its memory here; the box when it is new."""
+
+        def failed(why: str) -> PeerFetched:
+            return PeerFetched(order.attempt, order.rank, None, None, why)
+
+        digest = order.layout.digest()
+        box = next((b for b in known if b.info.digest == digest and b.arena.blob_bytes >= order.blob_bytes), None)
+        is_new = box is None
+        if box is None:
+            # Its rank asks for memory of this layout next, and gets this.
+            text = order.layout.to_json()
+            opened, box = self.open(OpenArena(order.attempt, order.rank, text, order.blob_bytes, 2, 1, ()), ())
+            if box is None:
+                return failed(opened.why if isinstance(opened, ArenaRefused) else "it has memory already"), None
+        if not box.enter():
+            return failed("its memory was given up"), None
+        try:
+            slots = box.arena.slots
+            number = choose_slot([s.view() for s in slots], box.arena.control.busy())
+            if number is None:
+                return failed("no slot is free for it"), None
+            address = order.address
+            header = fetch(
+                address.host,
+                address.port,
+                bytes.fromhex(address.token),
+                order.key.attempt,
+                order.key.generation,
+                box.arena,
+                slots[number],
+            )
+        except (PeerError, ArenaError, OSError) as e:
+            if is_new:
+                box.drop()
+            return failed(str(e)), None
+        finally:
+            box.leave()
+        found = Found(number, order.key, header.created_unix_s)
+        return PeerFetched(order.attempt, order.rank, box.info, found), box if is_new else None
 
     def _free(self, attempt: int) -> tuple[int, str]:
         """What is free for all ranks of this node together; asked once for those that ask at the same time, since what

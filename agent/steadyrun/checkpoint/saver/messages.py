@@ -24,8 +24,10 @@ from steadyrun.checkpoint.shardfile import Written
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
+    "Address",
     "AgreeTold",
     "Agreed",
+    "Away",
     "BeatTold",
     "Chosen",
     "FailedTold",
@@ -37,6 +39,8 @@ __all__ = [
     "LateTold",
     "LayoutTold",
     "MessageError",
+    "PeerTold",
+    "PeersTold",
     "PlanAskedTold",
     "PlanTold",
     "RankGoneTold",
@@ -155,6 +159,35 @@ class RestoreTold:
     rejected: tuple[Rejected, ...]
     run_id: str
     options: CheckpointOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a saver takes and gives back snapshots of other nodes' ranks."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A snapshot of a rank in the memory of a node that is not its own."""
+
+    rank: int
+    snapshot: Snapshot
+    layout: Layout
+    blob_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTold:
+    """What a node holds for others, and where to get it and to bring more."""
+
+    attempt: int
+    node: int
+    address: Address
+    held: tuple[Away, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +336,21 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The answer to ``RestoreTold`` of all ranks."""
+    """The answer to ``RestoreTold`` of all ranks. *away*: where ranks get theirs that is not in their node's memory."""
 
     attempt: int
     round: int
     choice: Choice
     skip_batches: tuple[tuple[int, int], ...] = ()
+    away: Mapping[int, tuple[Address, Away]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PeersTold:
+    """To whom each node brings copies of its ranks' snapshots, by group rank."""
+
+    attempt: int
+    partners: Mapping[int, Address]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +405,7 @@ FromNode = (
     | PlanAskedTold
     | RankGoneTold
     | RestoreTold
+    | PeerTold
     | StartedTold
     | AgreeTold
     | FlushTold
@@ -373,7 +416,19 @@ FromNode = (
     | RepublishedTold
     | BeatTold
 )
-ToAll = WhoIsThere | Granted | PlanTold | InMemory | WriteOrdered | Resolved | Chosen | Agreed | SaveOrdered | Flushed
+ToAll = (
+    WhoIsThere
+    | Granted
+    | PlanTold
+    | InMemory
+    | WriteOrdered
+    | Resolved
+    | Chosen
+    | PeersTold
+    | Agreed
+    | SaveOrdered
+    | Flushed
+)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -383,7 +438,7 @@ _RECORDS: Final[Mapping[str, type]] = {
         *FromNode.__args__,
         *ToAll.__args__,
         *(SaveKey, Snapshot, FolderOffer, Rejected, Quarantined, Choice, Refused, CheckpointOptions, Every),
-        *(Written, Fragment, FileRecord, Part, Remembered),
+        *(Written, Fragment, FileRecord, Part, Remembered, Address, Away),
     )
 }
 _ENUMS: Final[Mapping[str, type[enum.Enum]]] = {c.__name__: c for c in (TierName, SaveState, Source)}

@@ -30,7 +30,7 @@ from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.saver import coordinator as c
 from steadyrun.checkpoint.saver import events as e
 from steadyrun.checkpoint.saver import messages as m
-from steadyrun.checkpoint.saver import writer
+from steadyrun.checkpoint.saver import peers, writer
 from steadyrun.checkpoint.saver.exchange import Connected, Exchange, Heard, Lost, Place
 from steadyrun.checkpoint.saver.machine import NodeLimits, SaverMachine, rejections
 from steadyrun.checkpoint.saver.memory import STATE_NAME, Box, Memory, Notebook
@@ -65,6 +65,27 @@ class _Connection:
 
 
 @dataclass(frozen=True, slots=True)
+class _Crashed:
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    """For the agent, from another thread: *fd* is a copy, closed once it is passed on; -1: let go of it."""
+
+    name: str
+    fd: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A rank's snapshot is back from another node, or not."""
+
+    event: e.PeerFetched
+    box: Box | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """A rank's memory, as the worker has made it."""
 
@@ -72,7 +93,20 @@ class _Opened:
     box: Box | None
 
 
-_Done = e.NodeEvent | c.CoordinatorEvent | _Opened | writer.Told | Connected | Lost | Heard | None
+_Done = (
+    e.NodeEvent
+    | c.CoordinatorEvent
+    | _Opened
+    | _Crashed
+    | _Fetched
+    | _Keep
+    | e.Report
+    | writer.Told
+    | Connected
+    | Lost
+    | Heard
+    | None
+)
 
 
 class _Pool:
@@ -102,7 +136,11 @@ class _Pool:
         if self._is_low:
             writer.lower_priority()
         while True:
-            event = self._jobs.get()()
+            try:
+                event = self._jobs.get()()
+            except Exception as error:  # a defect: the next saver goes on from the memory that the agent keeps
+                self._done(_Crashed(error))
+                return
             if event is not None:
                 self._done(event)
             with self._lock:
@@ -153,6 +191,8 @@ class Server:
         self._listers = _Pool("list", 1, self._finish)
         self._chores = _Pool("chore", 1, self._finish, is_low=True)
         self._copiers = _Pool("copy", 2, self._finish, is_low=True)
+        self._pushers = _Pool("push", 2, self._finish, is_low=True)
+        self._peers: peers.Peers | None = None
         self._remotes = _Pool("remote", 1, self._finish)
         self._hashers = _Pool("hash", 2, self._finish, is_low=True)
         self._openers = _Pool("open", 1, self._finish)
@@ -211,8 +251,22 @@ class Server:
         match event:
             case None:
                 pass
+            case _Crashed():
+                raise event.error
             case _Opened():
                 self._on_opened(event)
+            case _Fetched():
+                if event.box is not None:
+                    self._take_in(event.box)
+                self._node_event(event.event)
+            case _Keep():
+                if event.fd < 0:
+                    self._tell_agent("drop", name=event.name)
+                else:
+                    self._tell_agent("keep", (event.fd,), name=event.name)
+                    os.close(event.fd)
+            case e.Report():
+                self._perform(event)
             case writer.Told():
                 for type_, fields in event.records:
                     self._removed += type_ == "checkpoint_removed"
@@ -384,7 +438,10 @@ class Server:
                 self._open_notebook(fd)
                 continue
             try:
-                arenas.append(self._memory.adopt(fd, name))
+                if name.startswith(peers.PEER_PREFIX):
+                    self._get_peers().adopt(name, fd)
+                else:
+                    arenas.append(self._memory.adopt(fd, name))
             except ArenaError as error:
                 self._tell_agent("drop", name=name)
                 self._tell_agent("note", text=f"snapshot memory that was kept cannot be used: {error}")
@@ -638,6 +695,20 @@ class Server:
                     box.arena.slots[command.slot].let_go()
             case e.ReleaseSlot():
                 self._release(command)
+            case e.ServePeers():
+                self._get_peers().serve(command.binding)
+            case e.PushPiece():
+                box = self._memory.boxes.get(command.arena)
+                if box is not None:
+                    rate = self._pieces.rate(command.options.most_bytes_per_s)
+                    self._pushers.submit(functools.partial(peers.push_piece, command, box, rate))
+            case e.FetchPeer():
+                boxes = [self._memory.boxes[n] for n in command.known if n in self._memory.boxes]
+
+                def fetch(order: e.FetchPeer = command) -> _Done:
+                    return _Fetched(*self._memory.fetch(order, boxes))
+
+                self._openers.submit(fetch)
             case e.ListLocal():
                 self._listers.submit(functools.partial(writer.list_local, command))
             case e.CopyLocal():
@@ -654,13 +725,20 @@ class Server:
             case _:
                 assert_never(command)
 
+    def _get_peers(self) -> peers.Peers:
+        if self._peers is None:
+
+            def keep(name: str, fd: int) -> None:
+                self._finish(_Keep(name, os.dup(fd)))
+
+            self._peers = peers.Peers(keep, lambda name: self._finish(_Keep(name)), self._finish)
+        return self._peers
+
     def _on_opened(self, opened: _Opened) -> None:
         result, box = opened.result, opened.box
         rank = result.info.rank if isinstance(result, e.ArenaOpened) else result.rank
         if box is not None:
-            self._memory.add(box)
-            self._tell_agent("keep", (box.arena.fd,), name=box.name)
-            self._prefault(box)
+            self._take_in(box)
         self._node_event(result)
         for connection in list(self._connections.values()):
             if (connection.rank, connection.attempt) == (rank, result.attempt):
@@ -669,6 +747,11 @@ class Server:
                 self._work()
                 for message in stash:
                     self._take(connection, message)
+
+    def _take_in(self, box: Box) -> None:
+        self._memory.add(box)
+        self._tell_agent("keep", (box.arena.fd,), name=box.name)
+        self._prefault(box)
 
     def _prefault(self, box: Box) -> None:
         """Take the memory now, so that the first save is as fast as any."""
@@ -853,6 +936,7 @@ class Server:
             "memory_bytes": self._memory.size_bytes,
             "snapshots_damaged": self._damaged,
             "removed": self._removed,
+            "peer_memory_bytes": 0 if self._peers is None else self._peers.size_bytes,
             "copying": self._copiers.pending,
             "complaints": self._complaints,
         }

@@ -126,7 +126,7 @@ class PieceWriter:
                 self._cancelled.clear()
             self._cancelled.add(ticket)
 
-    def _rate(self, most_bytes_per_s: float | None) -> RateLimit | None:
+    def rate(self, most_bytes_per_s: float | None) -> RateLimit | None:
         """One for all writers of the node."""
         if most_bytes_per_s is None:
             return None
@@ -158,7 +158,7 @@ class PieceWriter:
                     self.done_bytes, self.total_bytes = done_bytes, total_bytes
 
                 options = WriteOptions(
-                    read_back=order.options.read_back, rate=self._rate(order.options.most_bytes_per_s)
+                    read_back=order.options.read_back, rate=self.rate(order.options.most_bytes_per_s)
                 )
                 written = write_rank_files(
                     folder, box.arena.layout, order.part, slot.payload, slot.blobs(), options, progress
