@@ -209,6 +209,30 @@ def test_other_groups_than_in_the_checkpoint_are_said() -> None:
     ]
 
 
+def test_settings_that_have_not_changed_are_not_pickled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net()
+    optimizer = torch.optim.AdamW([{"params": [p], "lr": 0.1 * i} for i, p in enumerate(net.parameters())])
+    state = State(net, optimizer)
+    blobs = state.capture().blobs()
+    saved: list[Any] = []
+    real = torch.save
+
+    def save(value: Any, file: Any) -> None:
+        saved.append(value)
+        real(value, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    optimizer.param_groups[3]["lr"] = -0.0
+    captured = state.capture()
+    again = captured.blobs()
+    assert [v for v in saved if not isinstance(v, dict)] == [0.0]  # and the random numbers, which are a dict
+    changed = [o.key for o, a, b in zip(captured.layout.objects, blobs, again, strict=True) if a != b]
+    assert changed == ["optimizer.param_groups.3.lr"]
+    for blob, value in zip(again, captured.objects, strict=True):
+        loaded = torch.load(io.BytesIO(blob), weights_only=True)
+        assert repr(loaded) == repr(value)
+
+
 # -- names and structure ---------------------------------------------------------------------------------------------
 def test_names_are_those_of_torch() -> None:
     net = make_net()
