@@ -151,13 +151,17 @@ def mark_verified(folder: Path, verified: Verified) -> None:
 
 
 # -- the life of a folder --------------------------------------------------------------------------------------------
-def begin(root: Path, step: int, attempt: int) -> Path:
+def begin(root: Path, step: int, attempt: int, must_exist: bool = False) -> Path:
     """A new, empty folder for the files of a save; one that an earlier try of the same save left is removed.
+
+    Args:
+        must_exist: *root* is not made: it was there before, and is gone when its file system is not mounted any more.
 
     Raises:
         OSError: it cannot be made.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    if not must_exist:
+        root.mkdir(parents=True, exist_ok=True)
     partial = root / str(FolderName(step, attempt, is_partial=True))
     try:
         partial.mkdir()

@@ -116,6 +116,7 @@ class DirectWriter:
         self._plan: Plan | None = None
         self._digest = ""
         self._last_s = 0.0
+        self._has_saved = False
         most = options.most_bytes_per_s
         # The limit is the node's; its ranks share it evenly here, without a process that knows of all of them.
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -143,6 +144,7 @@ class DirectWriter:
         else:
             why = partial
         self._last_s = time.monotonic() - started_s
+        self._has_saved = self._has_saved or not why
         return Done(SaveState.FAILED if why else SaveState.DURABLE, why, self._last_s)
 
     def _plan_for(self, layout: Layout) -> Part:
@@ -159,7 +161,7 @@ class DirectWriter:
         answer: tuple[str, str] = ("", "")
         if self._rank == 0:
             try:
-                answer = (str(commit.begin(self._root, step, self._attempt)), "")
+                answer = (str(commit.begin(self._root, step, self._attempt, must_exist=self._has_saved)), "")
             except (SteadyrunError, OSError) as e:
                 answer = ("", str(e))
         path, why = self._gather(answer)[0]

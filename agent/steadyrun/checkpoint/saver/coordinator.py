@@ -217,11 +217,17 @@ class MakePlan:
 
 @dataclass(frozen=True, slots=True)
 class OpenFolder:
-    """Make the folder that all nodes write to."""
+    """Make the folder that all nodes write to.
+
+    Attributes:
+        has_saved: this run has saved there, so that the root must exist: a mount may have vanished, and below the mount
+            point is another disk.
+    """
 
     key: SaveKey
     options: CheckpointOptions
     run_id: str
+    has_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -789,7 +795,7 @@ class Coordinator:
             if attempt is None or attempt.options is None:
                 continue
             save.phase = Phase.OPENING
-            self._out.append(OpenFolder(save.key, attempt.options, attempt.run_id))
+            self._out.append(OpenFolder(save.key, attempt.options, attempt.run_id, self.last is not None))
             return
 
     def _options_for(self, save: _Save) -> _Attempt | None:

@@ -207,7 +207,7 @@ def open_folder(order: OpenFolder) -> FolderOpened | FolderRefused:
             same = (manifest.step, manifest.attempt, manifest.run_id) == (key.step, key.attempt, order.run_id)
             if same and manifest.details.get("generation") == key.generation:
                 return FolderOpened(key, str(listed.path), str(listed.path))
-        return FolderOpened(key, str(commit.begin(root, key.step, key.attempt)))
+        return FolderOpened(key, str(commit.begin(root, key.step, key.attempt, must_exist=order.has_saved)))
     except OSError as e:
         error = WriteError.of(f"a folder for step {key.step} in {root}", e)
         return FolderRefused(key, error.reason.value, str(error))
