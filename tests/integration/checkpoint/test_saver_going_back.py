@@ -95,6 +95,7 @@ def test_a_state_after_which_the_same_fault_comes_twice_is_quarantined(job: Job)
         assert resume(job, ranks)["step"] == 2
         agent.send("failed", attempt=attempt, step=3, signature="ValueError in f")
         job.until(lambda a=attempt: len(quarantine.read(job.root).failures) == a, "the judgement")  # type: ignore[misc]
+    job.until(lambda: agent.records("checkpoint_quarantined"), "the record")
     assert agent.records("checkpoint_quarantined")[0]["step"] == 2
     _, ranks = start(job, 3)
     choice = resume(job, ranks)

@@ -373,6 +373,7 @@ class Phase(enum.Enum):
     RESOLVED = "resolved"
 
 
+_FOLDER_TIERS: Final = frozenset({TierName.LOCAL, TierName.SHARED, TierName.REMOTE})
 _UNDER_WAY: Final = frozenset({Phase.OPENING, Phase.WRITING, Phase.COMMITTING})
 _KEPT_RESOLVED: Final = 16
 _KEPT_AGREED: Final = 64
@@ -734,6 +735,8 @@ class Coordinator:
         if save.phase is not Phase.GATHERING:
             if not is_new:
                 self._repeat_save(save)
+            if save.phase is Phase.HELD and save.tiers & _FOLDER_TIERS:
+                save.phase = Phase.QUEUED  # a saver that was started again wants it on disk
             return
         if save.missing():
             dead = sorted(self._of(event.key.attempt).gone.intersection(save.missing()))
@@ -742,8 +745,7 @@ class Coordinator:
             return
         save.staged_s = now_s
         self._out.append(Tell(m.InMemory(event.key)))
-        wants_folder = TierName.SHARED in save.tiers or TierName.REMOTE in save.tiers or TierName.LOCAL in save.tiers
-        save.phase = Phase.QUEUED if wants_folder else Phase.HELD
+        save.phase = Phase.QUEUED if save.tiers & _FOLDER_TIERS else Phase.HELD
         stall_s = max(save.stalls_s.values())
         if self.schedule is not None:
             self.schedule.began(event.key.step, save.tiers, now_s)

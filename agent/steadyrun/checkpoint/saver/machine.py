@@ -616,8 +616,9 @@ class SaverMachine:
         newest = max((f.key for f in event.found), default=None)
         for found in event.found:
             known = self._tiers.get(found.key)
-            # Of what the last saver never heard of, the newest is brought to safety.
-            tiers = known if known is not None else frozenset({TierName.MEMORY, TierName.SHARED})
+            tiers = known or frozenset({TierName.MEMORY})
+            if found.key == newest:
+                tiers |= {TierName.SHARED}  # one saver has died: bring it to safety
             is_wanted = found.key not in self._resolved and (known is not None or found.key == newest)
             if not is_wanted or (found.key, event.info.rank) in self._pieces:
                 self._out.append(LetGo(event.info.id, found.slot))
