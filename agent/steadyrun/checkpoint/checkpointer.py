@@ -383,7 +383,7 @@ class Checkpointer:
 
     def _prepare(self) -> None:
         captured = self._state.capture()
-        blobs = _blobs(captured.objects)
+        blobs = captured.blobs()
         self._ask_for_memory(captured, sum(map(len, blobs)))
 
     def _due_tiers(self, step: int) -> tuple[TierName, ...]:
@@ -446,7 +446,7 @@ class Checkpointer:
         assert link is not None
         started_s = time.perf_counter()
         captured = self._state.capture()
-        blobs = _blobs(captured.objects)
+        blobs = captured.blobs()
         blobs_bytes = sum(map(len, blobs))
         if not self._has_layout(captured.layout):
             if self._layout is not None:
@@ -508,7 +508,7 @@ class Checkpointer:
         record = SaveRecord(step, self._serial)
         captured = self._state.capture()
         layout = self._with_details(captured.layout)
-        done = self._writer().save(step, layout, captured.tensors, _blobs(captured.objects))
+        done = self._writer().save(step, layout, captured.tensors, captured.blobs())
         record.move(done.state, done.why, done.seconds)
         self._direct_saved_s = time.monotonic()
         if done.why:
@@ -571,6 +571,7 @@ class Checkpointer:
             place = str(choice.get("path") or source)
             self._say(f"step {step} from {place} cannot be used: rank {rank}: {why}; trying the next older one")
             rejected.append([place, step, f"rank {rank}: {why}"])
+            self._state.cancel_load()
 
     def _start_afresh(self, choice: Mapping[str, Any], rejected: Sequence[Sequence[Any]]) -> int:
         refused = choice.get("rejected") or rejected
@@ -754,15 +755,6 @@ class Checkpointer:
         if self._said.get(topic) != reason:
             self._said[topic] = reason
             self._say(text)
-
-
-def _blobs(objects: Sequence[Any]) -> list[bytes]:
-    out = []
-    for value in objects:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        out.append(buffer.getvalue())
-    return out
 
 
 def _version() -> str:
