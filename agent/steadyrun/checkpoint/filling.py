@@ -97,6 +97,7 @@ class Filler:
         self.stop = stop
         self.piece_bytes = piece_bytes or (_PIECE_BYTES if is_verifying else _UNVERIFIED_PIECE_BYTES)
         self.small_bytes = small_bytes
+        self._asked_to = 0  # of the file, in bytes
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def run(self, file: str, jobs: Sequence[Job]) -> None:
@@ -110,6 +111,7 @@ class Filler:
             fd = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as e:
             raise _damage(self.folder, jobs[0], f"the file cannot be opened: {e.strerror}") from e
+        self._asked_to = 0
         try:
             for job in jobs:
                 if self.stop.is_set():
@@ -117,6 +119,19 @@ class Filler:
                 _Filling(self, fd, job).run()
         finally:
             os.close(fd)
+
+    def look_ahead(self, fd: int, at: int) -> None:
+        """Have the disk read what comes next: the kernel's own read-ahead, 128 KiB, does not keep a fast one busy.
+
+        Raises StoppedError.
+        """
+        if at + _AHEAD_BYTES <= self._asked_to:
+            return
+        if self.stop.is_set():
+            raise StoppedError
+        begin = max(at, self._asked_to)
+        self._asked_to = at + 2 * _AHEAD_BYTES
+        os.posix_fadvise(fd, begin, self._asked_to - begin, os.POSIX_FADV_WILLNEED)
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """At least so many bytes, page-locked as soon as a GPU is in use; the same ones every time."""
@@ -342,13 +357,8 @@ class _Filling:
                     check(view)
                 return
         done, size, step = 0, len(view), self.filler.piece_bytes
-        ahead = 0
         while done < size:
-            if done >= ahead and size > step:
-                if self.filler.stop.is_set():
-                    raise StoppedError
-                os.posix_fadvise(self.fd, self._start + offset + done, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-                ahead = done + _AHEAD_BYTES
+            self.filler.look_ahead(self.fd, self._start + offset + done)
             piece = view[done : done + step]
             count = os.preadv(self.fd, [piece], self._start + offset + done)
             if count == 0:
