@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from steadyrun import watch
 from steadyrun.checkpoint import rollback
-from steadyrun.checkpoint.arena import Arena, ArenaError, BlobsTooLargeError, SlotBusyError, choose_slot
+from steadyrun.checkpoint.arena import Arena, ArenaError, BlobsTooLargeError, SlotBusyError, SlotState, choose_slot
 from steadyrun.checkpoint.client import Granted, SaveRecord, SaverGoneError, SaverLink
 from steadyrun.checkpoint.copying import Copier
 from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gather_over
@@ -574,7 +574,8 @@ class Checkpointer:
             self._state.cancel_load()
 
     def _start_afresh(self, choice: Mapping[str, Any], rejected: Sequence[Sequence[Any]]) -> int:
-        refused = choice.get("rejected") or rejected
+        # What was in memory, of some ranks only say, was never a checkpoint.
+        refused = [r for r in choice.get("rejected") or rejected if r[0] not in ("memory", "peer")]
         tried = [why if step < 0 else f"step {step} ({source}): {why}" for source, step, why in refused]
         if tried:
             listed = "\n  ".join(tried)
@@ -644,7 +645,8 @@ class Checkpointer:
     def _load_from_memory(self, choice: Mapping[str, Any]) -> list[str]:
         link = self._link
         assert link is not None
-        notes = self._state.prepare_to_load()
+        text = choice.get("layout")
+        notes = self._state.prepare_to_load(None if text is None else Saved.from_layout(Layout.from_json(text)))
         captured = self._state.capture()
         if self._layout is None:
             self._ask_for_memory(captured, 0)
@@ -654,9 +656,11 @@ class Checkpointer:
             raise SteadyrunError("the saver has not handed out the snapshot memory")
         if arena.layout.digest() != captured.layout.digest():
             raise SteadyrunError("the state is laid out differently now (another model, or another optimizer)")
+        if not 0 <= int(choice["slot"]) < len(arena.slots):
+            raise SteadyrunError("the snapshot is not in memory any more")
         slot = arena.slots[int(choice["slot"])]
         view = slot.view()
-        if view.step != int(choice["step"]):
+        if view.state is not SlotState.SEALED or view.step != int(choice["step"]):
             raise SteadyrunError(f"the snapshot is of step {view.step} by now")
         blobs = [bytes(blob) for blob in slot.blobs()]
         copier.copy_out(slot, self._state.targets())

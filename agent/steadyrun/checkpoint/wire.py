@@ -42,8 +42,9 @@ SAVER_OPS: Final[Mapping[str, str]] = {
     "refused": "no snapshot memory [why, direct: true: all ranks of the job are told so, and write directly; false: "
     "only this rank, which says 'skipped' with that reason until its layout changes]",
     "save": "how a save is doing [step, generation, state: SaveState value, why, seconds]",
-    "choice": "[source: memory|peer|folder|none, step, attempt, slot, path, skip_batches, rejected: list of "
-    "[source, step, why], why]; source peer: the saver has put it into the slot already",
+    "choice": "[source: memory|peer|folder|none, step, attempt, slot, layout: JSON text of what is in it, path, "
+    "skip_batches, rejected: list of [source, step, why], step -1 where nothing could be looked at, why]; source peer: "
+    "the saver has put it into the slot already",
     "agreed": "[key, values]",
     "flushed": "[step, why]",
 }

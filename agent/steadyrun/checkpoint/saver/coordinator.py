@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from typing_extensions import assert_never
 
-from steadyrun.checkpoint.choose import Choice, FolderOffer, Offer, Quarantined, Rejected, Source, choose
+from steadyrun.checkpoint.choose import Choice, FolderOffer, Offer, Quarantined, Refused, Rejected, Source, choose
 from steadyrun.checkpoint.layout import Layout
-from steadyrun.checkpoint.peer import partner
 from steadyrun.checkpoint.planning import Plan
 from steadyrun.checkpoint.quarantine import Loaded
 from steadyrun.checkpoint.rollback import Request, is_superseded, merged
@@ -89,8 +89,7 @@ class Limits:
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Began:
+class Began(NamedTuple):
     """Ranks of an attempt are being started on *nodes* nodes. *rollback*: what ``--ft-rollback`` asks for."""
 
     attempt: int
@@ -99,8 +98,7 @@ class Began:
     rollback: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanMade:
+class PlanMade(NamedTuple):
     """*plan* is None when the layouts make no checkpoint, for the reason in *why*."""
 
     plan_id: str
@@ -108,8 +106,7 @@ class PlanMade:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FolderOpened:
+class FolderOpened(NamedTuple):
     """*committed* is the path of a checkpoint that is this very save already, else empty."""
 
     key: SaveKey
@@ -117,29 +114,25 @@ class FolderOpened:
     committed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FolderRefused:
+class FolderRefused(NamedTuple):
     key: SaveKey
     reason: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class FolderCommitted:
+class FolderCommitted(NamedTuple):
     key: SaveKey
     path: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRefused:
+class CommitRefused(NamedTuple):
     key: SaveKey
     reason: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class FoldersListed:
+class FoldersListed(NamedTuple):
     """What is in the folders, and what is known beside them.
 
     Attributes:
@@ -157,14 +150,13 @@ class FoldersListed:
     quarantined: tuple[Quarantined, ...] = ()
     rollback_to: int | None = None
     rollbacks: tuple[Request, ...] = ()
-    skipped_by_path: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    skipped_by_path: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType({})
     experience: Experience | None = None
     why: str = ""
     has_remote: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFetched:
+class RemoteFetched(NamedTuple):
     """A checkpoint of the remote tier is at *path* in the root now; empty: it is not, for the reason in *why*."""
 
     attempt: int
@@ -173,16 +165,14 @@ class RemoteFetched:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RollbackLooked:
+class RollbackLooked(NamedTuple):
     """Whether a request for a rollback waits in the root: its id, else empty."""
 
     id: str
     to: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """Look at the clock."""
 
 
@@ -202,21 +192,18 @@ CoordinatorEvent = (
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """To the savers of all nodes, this one included."""
 
     message: m.ToAll
 
 
-@dataclass(frozen=True, slots=True)
-class MakePlan:
+class MakePlan(NamedTuple):
     plan_id: str
     layouts: tuple[Layout, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFolder:
+class OpenFolder(NamedTuple):
     """Make the folder that all nodes write to.
 
     Attributes:
@@ -230,8 +217,7 @@ class OpenFolder:
     has_saved: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CommitFolder:
+class CommitFolder(NamedTuple):
     """*written* by rank."""
 
     key: SaveKey
@@ -244,13 +230,11 @@ class CommitFolder:
     created_unix_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonFolder:
+class AbandonFolder(NamedTuple):
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class ListFolders:
+class ListFolders(NamedTuple):
     """Look what there is, and carry out a rollback that waits, or that *rollback* asks for."""
 
     attempt: int
@@ -259,16 +243,14 @@ class ListFolders:
     rollback: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ListRemote:
+class ListRemote(NamedTuple):
     """Look what the remote tier holds; answered with another ``FoldersListed``, in addition to *listed*."""
 
     listed: FoldersListed
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class FetchRemote:
+class FetchRemote(NamedTuple):
     """Bring a checkpoint of the remote tier into the root."""
 
     attempt: int
@@ -277,47 +259,42 @@ class FetchRemote:
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRemote:
+class CopyRemote(NamedTuple):
     """Bring a committed checkpoint to the remote tier."""
 
     path: str
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class NoteLoaded:
+class NoteLoaded(NamedTuple):
     """For the quarantine: what this attempt goes on from."""
 
     options: CheckpointOptions
     loaded: Loaded
 
 
-@dataclass(frozen=True, slots=True)
-class NoteFailure:
+class NoteFailure(NamedTuple):
     """For the quarantine, and for the next run's interval."""
 
     options: CheckpointOptions
     attempt: int
     step: int | None
     signature: str
+    falls_back: bool
     experience: Experience | None
 
 
-@dataclass(frozen=True, slots=True)
-class LookForRollback:
+class LookForRollback(NamedTuple):
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class AskRestart:
+class AskRestart(NamedTuple):
     """Of the agents: the ranks have to begin again from another checkpoint."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prune:
+class Prune(NamedTuple):
     """Retention, after a commit. *in_use*: paths that stay in any case."""
 
     options: CheckpointOptions
@@ -325,16 +302,14 @@ class Prune:
     experience: Experience | None
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A journal record."""
 
     type: str
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(NamedTuple):
     """To the user."""
 
     text: str
@@ -1030,6 +1005,8 @@ class Coordinator:
         options = self._options_of_restore()
         if options is None or self._nodes < 2:
             return
+        from steadyrun.checkpoint.peer import partner  # not needed by most jobs, and 10 ms of every start
+
         partners: dict[int, m.Address] = {}
         for node in range(self._nodes):
             to = partner(node, self._nodes, options.peer_jump)
@@ -1126,7 +1103,9 @@ class Coordinator:
 
     def _answer(self, question: _Question, event: FoldersListed, choice: Choice) -> None:
         if choice.source is Source.NONE and event.why:
-            choice = dataclasses.replace(choice, why=event.why)
+            # Not to know what there is differs from knowing that there is nothing.
+            unknown = Refused(TierName.SHARED, -1, -1, event.why)
+            choice = dataclasses.replace(choice, why=event.why, refused=(*choice.refused, unknown))
         skips = [*event.skipped_by_path.get(choice.path, ()), *(r for b in event.rollbacks for r in b.skip_batches)]
         away: dict[int, tuple[m.Address, m.Away]] = {}
         for rank, tier in choice.tiers.items():
@@ -1214,7 +1193,9 @@ class Coordinator:
         options = self._of(event.attempt).options
         if options is not None:
             experience = self.schedule.experience() if self.schedule is not None else None
-            self._out.append(NoteFailure(options, event.attempt, event.step, event.signature, experience))
+            self._out.append(
+                NoteFailure(options, event.attempt, event.step, event.signature, event.falls_back, experience)
+            )
         # The state of training is nowhere else now: bring the newest snapshot to safety.
         self._flushes.append(_Flush(f"failed/{event.attempt}", False, now_s + self._limits.restore_wait))
 

@@ -14,8 +14,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from steadyrun.checkpoint.saver import messages as m
 from steadyrun.checkpoint.saver.messages import MessageError, decode, encode
@@ -34,8 +33,7 @@ _WHOLE, _PARTS = b"W", b"P"
 _PART_BYTES: Final = MOST_VALUE_BYTES - 64
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where an attempt's savers meet, and what this one is there."""
 
     attempt: int
@@ -44,21 +42,18 @@ class Place:
     is_coordinator: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(NamedTuple):
     """Messages come and go from now on; what was said before may be lost."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     attempt: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(NamedTuple):
     message: m.FromNode | m.ToAll
 
 

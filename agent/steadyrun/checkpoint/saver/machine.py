@@ -286,7 +286,7 @@ class SaverMachine:
                 self._on_attempt(event.binding, now_s)
             case AttemptFailed():
                 self._failed = event
-                self._post(m.FailedTold(event.attempt, event.step, event.signature))
+                self._post(m.FailedTold(event.attempt, event.step, event.signature, event.falls_back))
             case FlushAsked():
                 attempt = self._binding.attempt if self._binding is not None else -1
                 self._flush(f"{self._node}/{_AGENT}", attempt, False, event.limit_s, now_s)
@@ -857,17 +857,28 @@ class SaverMachine:
             "rejected": [[r.path or r.tier.value, r.step, r.why] for r in choice.refused],
             "why": choice.why,
         }
+        if slot >= 0:
+            # The rank has not stepped yet, so that it does not know the structure that its state had.
+            own = [a for a in self._arenas.values() if a.info.rank == rank.rank]
+            holder = self._holder(rank.rank, choice.attempt, choice.generation, choice.step)
+            arena = holder[0] if holder is not None else max(own, key=lambda a: a.info.id, default=None)
+            fields["layout"] = arena.info.layout.to_json() if arena is not None else None
         self._out.append(SendRank(rank.connection, "choice", fields))
 
     def _slot_of(self, rank: int, attempt: int, generation: int, step: int) -> int:
         """Where that snapshot is; -1 when it is not in memory here."""
+        holder = self._holder(rank, attempt, generation, step)
+        return -1 if holder is None else holder[1]
+
+    def _holder(self, rank: int, attempt: int, generation: int, step: int) -> tuple[_ArenaState, int] | None:
+        """The memory and the slot of that snapshot."""
         key = SaveKey(attempt, generation, step)
         for arena in self._arenas.values():
             if arena.info.rank == rank and arena.inspected is not None:
                 for found in arena.inspected.good:
                     if found.key == key:
-                        return found.slot
-        return -1
+                        return arena, found.slot
+        return None
 
     # -- flushing and leaving ------------------------------------------------------------------------------------------
     def _flush(self, name: str, attempt: int, waits: bool, limit_s: float, now_s: float) -> None:
@@ -971,7 +982,9 @@ class SaverMachine:
         binding = self._binding
         assert binding is not None
         if self._failed is not None:
-            self._post(m.FailedTold(self._failed.attempt, self._failed.step, self._failed.signature))
+            self._post(
+                m.FailedTold(self._failed.attempt, self._failed.step, self._failed.signature, self._failed.falls_back)
+            )
         for resolved in self._resolved.values():
             self._post(m.ResolvedTold(resolved))
         told: set[tuple[int, int]] = set()

@@ -24,7 +24,6 @@ from steadyrun.checkpoint.arena import (
     memory_needed_bytes,
 )
 from steadyrun.checkpoint.layout import Layout, LayoutError
-from steadyrun.checkpoint.peer import PeerError, fetch
 from steadyrun.checkpoint.saver.events import (
     ArenaInfo,
     ArenaOpened,
@@ -38,9 +37,10 @@ from steadyrun.checkpoint.saver.events import (
 )
 from steadyrun.checkpoint.saver.messages import MessageError, Remembered, SaveKey, decode, encode
 
-__all__ = ["STATE_NAME", "Box", "Memory", "Notebook"]
+__all__ = ["PEER_PREFIX", "STATE_NAME", "Box", "Memory", "Notebook"]
 
 STATE_NAME: Final = "saver-state"
+PEER_PREFIX: Final = "peer-"  # of the names under which the agent keeps what ``peer`` holds
 _SAME_BUDGET_S: Final = 60.0
 
 
@@ -163,6 +163,8 @@ class Memory:
 
     def fetch(self, order: FetchPeer, known: Sequence[Box]) -> tuple[PeerFetched, Box | None]:
         """Get a rank's snapshot back from another node, into its memory here; the box when it is new."""
+
+        from steadyrun.checkpoint.peer import PeerError, fetch  # not needed by most jobs, and 10 ms of every start
 
         def failed(why: str) -> PeerFetched:
             return PeerFetched(order.attempt, order.rank, None, None, why)

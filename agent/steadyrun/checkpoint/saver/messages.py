@@ -12,8 +12,8 @@ import enum
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast
 
 from steadyrun.checkpoint.choose import Choice, FolderOffer, Quarantined, Refused, Rejected, Snapshot, Source
 from steadyrun.checkpoint.layout import Layout
@@ -64,12 +64,14 @@ __all__ = [
 ]
 
 
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
 class MessageError(SteadyrunError):
     """Bytes that are no message of this version."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SaveKey:
+class SaveKey(NamedTuple):
     """Which save. *generation* counts the saves of an attempt and is equal on all ranks, so it orders them."""
 
     attempt: int
@@ -81,8 +83,7 @@ class SaveKey:
 
 
 # -- from a node to the coordinator ------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class LayoutTold:
+class LayoutTold(NamedTuple):
     """A rank's layout. *slots* 0: there is no memory for its snapshots, for the reason in *why*."""
 
     attempt: int
@@ -94,8 +95,7 @@ class LayoutTold:
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class StagedTold:
+class StagedTold(NamedTuple):
     """A rank's part is sealed in memory."""
 
     key: SaveKey
@@ -107,8 +107,7 @@ class StagedTold:
     created_unix_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedTold:
+class SkippedTold(NamedTuple):
     """A rank did not take part."""
 
     key: SaveKey
@@ -116,8 +115,7 @@ class SkippedTold:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class VoteTold:
+class VoteTold(NamedTuple):
     """A rank's files are durable (*written*), or could not be written (*reason*, a value of WriteReason, and *why*).
 
     *ticket*: of the order that it answers.
@@ -131,23 +129,20 @@ class VoteTold:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanAskedTold:
+class PlanAskedTold(NamedTuple):
     """A node was told to write, and has missed the plan."""
 
     plan_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankGoneTold:
+class RankGoneTold(NamedTuple):
     """A rank's connection ended without a word."""
 
     attempt: int
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreTold:
+class RestoreTold(NamedTuple):
     """A rank asks where to resume; its node tells with it what it holds for that rank."""
 
     attempt: int
@@ -161,8 +156,7 @@ class RestoreTold:
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where a saver takes and gives back snapshots of other nodes' ranks."""
 
     host: str
@@ -170,8 +164,7 @@ class Address:
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class Away:
+class Away(NamedTuple):
     """A snapshot of a rank in the memory of a node that is not its own."""
 
     rank: int
@@ -180,8 +173,7 @@ class Away:
     blob_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerTold:
+class PeerTold(NamedTuple):
     """What a node holds for others, and where to get it and to bring more."""
 
     attempt: int
@@ -190,8 +182,7 @@ class PeerTold:
     held: tuple[Away, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StartedTold:
+class StartedTold(NamedTuple):
     """A rank has loaded, and trains."""
 
     attempt: int
@@ -199,16 +190,14 @@ class StartedTold:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class AgreeTold:
+class AgreeTold(NamedTuple):
     attempt: int
     rank: int
     key: str
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class FlushTold:
+class FlushTold(NamedTuple):
     """Somebody waits for the newest complete snapshot to be durable.
 
     Attributes:
@@ -221,8 +210,7 @@ class FlushTold:
     limit_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SteppedTold:
+class SteppedTold(NamedTuple):
     """The newest step of the ranks of a node."""
 
     attempt: int
@@ -230,32 +218,29 @@ class SteppedTold:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class LateTold:
+class LateTold(NamedTuple):
     """A rank had passed *step* when it was told to save there."""
 
     attempt: int
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class FailedTold:
-    """An attempt has failed; told by every node."""
+class FailedTold(NamedTuple):
+    """An attempt has failed; told by every node. *falls_back*: what it had loaded is not to be loaded again."""
 
     attempt: int
     step: int | None
     signature: str
+    falls_back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedTold:
+class ResolvedTold(NamedTuple):
     """A save that this node saw resolved, when it was its coordinator."""
 
     resolved: Resolved
 
 
-@dataclass(frozen=True, slots=True)
-class RepublishedTold:
+class RepublishedTold(NamedTuple):
     """A node has told everything that it knows of earlier attempts, and which ranks it runs now."""
 
     attempt: int
@@ -263,8 +248,7 @@ class RepublishedTold:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BeatTold:
+class BeatTold(NamedTuple):
     """A node's saver is there; said every few seconds while something is not resolved."""
 
     attempt: int
@@ -272,38 +256,33 @@ class BeatTold:
 
 
 # -- from the coordinator to all ---------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class WhoIsThere:
+class WhoIsThere(NamedTuple):
     """The coordinator has started (again): tell it what is not resolved. Also its beat, with *is_beat*."""
 
     is_beat: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """All ranks of the attempt may use snapshot memory, or (*why* is not empty) none: they write directly."""
 
     attempt: int
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTold:
+class PlanTold(NamedTuple):
     """Which rank writes what of a save with these layouts."""
 
     plan_id: str
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
+class InMemory(NamedTuple):
     """All ranks have staged it."""
 
     key: SaveKey
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOrdered:
+class WriteOrdered(NamedTuple):
     """*ticket*: another one for every new folder; what was written for an older one is of no use."""
 
     key: SaveKey
@@ -313,8 +292,7 @@ class WriteOrdered:
     options: CheckpointOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(NamedTuple):
     """How a save has ended.
 
     Attributes:
@@ -334,34 +312,30 @@ class Resolved:
     tiers: frozenset[TierName] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The answer to ``RestoreTold`` of all ranks. *away*: where ranks get theirs that is not in their node's memory."""
 
     attempt: int
     round: int
     choice: Choice
     skip_batches: tuple[tuple[int, int], ...] = ()
-    away: Mapping[int, tuple[Address, Away]] = field(default_factory=dict)
+    away: Mapping[int, tuple[Address, Away]] = _NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class PeersTold:
+class PeersTold(NamedTuple):
     """To whom each node brings copies of its ranks' snapshots, by group rank."""
 
     attempt: int
     partners: Mapping[int, Address]
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreed(NamedTuple):
     attempt: int
     key: str
     values: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOrdered:
+class SaveOrdered(NamedTuple):
     """All ranks save once *step* is done."""
 
     attempt: int
@@ -370,8 +344,7 @@ class SaveOrdered:
     tiers: frozenset[TierName]
 
 
-@dataclass(frozen=True, slots=True)
-class Flushed:
+class Flushed(NamedTuple):
     """The answer to ``FlushTold``; *step*: the newest durable one, None when there is none."""
 
     id: str
@@ -380,8 +353,7 @@ class Flushed:
 
 
 # -- from a saver to the next one on its node --------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(NamedTuple):
     """What the next saver of this node must know that is not in the snapshot memory itself.
 
     Attributes:
@@ -391,9 +363,9 @@ class Remembered:
         resolved: the last few saves that are.
     """
 
-    options: Mapping[int, tuple[CheckpointOptions, str]] = field(default_factory=dict)
-    ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    tiers: Mapping[SaveKey, frozenset[TierName]] = field(default_factory=dict)
+    options: Mapping[int, tuple[CheckpointOptions, str]] = _NOTHING
+    ranks: Mapping[int, tuple[int, ...]] = _NOTHING
+    tiers: Mapping[SaveKey, frozenset[TierName]] = _NOTHING
     resolved: tuple[Resolved, ...] = ()
 
 
@@ -468,6 +440,9 @@ def _pack(value: Any) -> Any:
             return ["e", type(value).__name__, value.value]
         case Layout():
             return ["layout", value.to_json()]
+        case _ if type(value).__name__ in _RECORDS:
+            names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]
+            return ["r", type(value).__name__, {name: _pack(getattr(value, name)) for name in names}]
         case list():
             return ["l", *map(_pack, value)]
         case tuple():
@@ -476,9 +451,6 @@ def _pack(value: Any) -> Any:
             return ["s", *map(_pack, value)]
         case Mapping():
             return ["d", *([_pack(k), _pack(v)] for k, v in value.items())]
-        case _ if dataclasses.is_dataclass(value) and type(value).__name__ in _RECORDS:
-            fields = {f.name: _pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
-            return ["r", type(value).__name__, fields]
     raise TypeError(f"a {type(value).__name__} cannot be told to another saver")
 
 
@@ -500,6 +472,6 @@ def _unpack(value: Any) -> Any:
             return {_unpack(k): _unpack(v) for k, v in items}
         case ["r", str(name), dict(fields)]:
             record = _RECORDS[name]
-            known = {f.name for f in dataclasses.fields(record)}
+            known = set(record.__annotations__)
             return record(**{k: _unpack(v) for k, v in fields.items() if k in known})
     raise ValueError(f"{str(value)[:80]} is of no known kind")

@@ -18,9 +18,8 @@ from steadyrun.checkpoint.saver.events import Binding, PeerServing, PushPiece, R
 from steadyrun.checkpoint.saver.memory import Box
 from steadyrun.checkpoint.shardfile import RateLimit
 
-__all__ = ["PEER_PREFIX", "Peers", "push_piece"]
+__all__ = ["Peers", "push_piece"]
 
-PEER_PREFIX: Final = "peer-"  # of the names under which the agent keeps the memory
 _TOKEN_BYTES: Final = 16
 _SLOTS: Final = 2
 

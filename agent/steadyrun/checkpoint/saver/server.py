@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from typing_extensions import assert_never
 
@@ -30,15 +30,18 @@ from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.saver import coordinator as c
 from steadyrun.checkpoint.saver import events as e
 from steadyrun.checkpoint.saver import messages as m
-from steadyrun.checkpoint.saver import peers, writer
+from steadyrun.checkpoint.saver import writer
 from steadyrun.checkpoint.saver.exchange import Connected, Exchange, Heard, Lost, Place
 from steadyrun.checkpoint.saver.machine import NodeLimits, SaverMachine, rejections
-from steadyrun.checkpoint.saver.memory import STATE_NAME, Box, Memory, Notebook
+from steadyrun.checkpoint.saver.memory import PEER_PREFIX, STATE_NAME, Box, Memory, Notebook
 from steadyrun.checkpoint.saver.messages import SaveKey
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
 from steadyrun.checkpoint.wire import Wire, WireClosedError
 from steadyrun.core.errors import SteadyrunError
 from steadyrun.core.runfolder import RunFolder
+
+if TYPE_CHECKING:  # not needed by most jobs, and 10 ms of every start
+    from steadyrun.checkpoint.saver.peers import Peers
 
 __all__ = ["Server"]
 
@@ -64,29 +67,25 @@ class _Connection:
         return self.rank >= 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Crashed:
+class _Crashed(NamedTuple):
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class _Keep:
+class _Keep(NamedTuple):
     """For the agent, from another thread: *fd* is a copy, closed once it is passed on; -1: let go of it."""
 
     name: str
     fd: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetched:
+class _Fetched(NamedTuple):
     """A rank's snapshot is back from another node, or not."""
 
     event: e.PeerFetched
     box: Box | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(NamedTuple):
     """A rank's memory, as the worker has made it."""
 
     result: e.ArenaOpened | e.ArenaRefused
@@ -192,7 +191,7 @@ class Server:
         self._chores = _Pool("chore", 1, self._finish, is_low=True)
         self._copiers = _Pool("copy", 2, self._finish, is_low=True)
         self._pushers = _Pool("push", 2, self._finish, is_low=True)
-        self._peers: peers.Peers | None = None
+        self._peers: Peers | None = None
         self._remotes = _Pool("remote", 1, self._finish)
         self._hashers = _Pool("hash", 2, self._finish, is_low=True)
         self._openers = _Pool("open", 1, self._finish)
@@ -273,6 +272,8 @@ class Server:
                     self._record(type_, fields)
                 for text in event.notes:
                     self._tell_agent("note", text=text)
+                if event.restored is not None:
+                    self._tell_agent("restored", **event.restored)
                 self._complain(event)
             case Connected():
                 self._on_connected(event)
@@ -392,9 +393,9 @@ class Server:
             case "failed":
                 step = message.get("step")
                 signature = str(message.get("signature") or "")
-                self._agent_event(
-                    e.AttemptFailed(int(message["attempt"]), None if step is None else int(step), signature)
-                )
+                falls_back = bool(message.get("falls_back"))
+                attempt = int(message["attempt"])
+                self._agent_event(e.AttemptFailed(attempt, None if step is None else int(step), signature, falls_back))
             case "flush":
                 self._agent_event(e.FlushAsked(float(message["limit_s"])))
             case "leave":
@@ -438,7 +439,7 @@ class Server:
                 self._open_notebook(fd)
                 continue
             try:
-                if name.startswith(peers.PEER_PREFIX):
+                if name.startswith(PEER_PREFIX):
                     self._get_peers().adopt(name, fd)
                 else:
                     arenas.append(self._memory.adopt(fd, name))
@@ -700,8 +701,7 @@ class Server:
             case e.PushPiece():
                 box = self._memory.boxes.get(command.arena)
                 if box is not None:
-                    rate = self._pieces.rate(command.options.most_bytes_per_s)
-                    self._pushers.submit(functools.partial(peers.push_piece, command, box, rate))
+                    self._push(command, box)
             case e.FetchPeer():
                 boxes = [self._memory.boxes[n] for n in command.known if n in self._memory.boxes]
 
@@ -725,13 +725,20 @@ class Server:
             case _:
                 assert_never(command)
 
-    def _get_peers(self) -> peers.Peers:
+    def _push(self, command: e.PushPiece, box: Box) -> None:
+        from steadyrun.checkpoint.saver.peers import push_piece
+
+        rate = self._pieces.rate(command.options.most_bytes_per_s)
+        self._pushers.submit(lambda: push_piece(command, box, rate))
+
+    def _get_peers(self) -> Peers:
         if self._peers is None:
+            from steadyrun.checkpoint.saver.peers import Peers
 
             def keep(name: str, fd: int) -> None:
                 self._finish(_Keep(name, os.dup(fd)))
 
-            self._peers = peers.Peers(keep, lambda name: self._finish(_Keep(name)), self._finish)
+            self._peers = Peers(keep, lambda name: self._finish(_Keep(name)), self._finish)
         return self._peers
 
     def _on_opened(self, opened: _Opened) -> None:

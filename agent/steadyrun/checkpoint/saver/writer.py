@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +60,6 @@ from steadyrun.checkpoint.saver.memory import Box
 from steadyrun.checkpoint.saves import CheckpointOptions, TierName
 from steadyrun.checkpoint.schedule import Experience
 from steadyrun.checkpoint.shardfile import RateLimit, WriteError, WriteOptions, Written, write_rank_files
-from steadyrun.checkpoint.tiers import TierError, open_tier
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
@@ -103,7 +101,7 @@ def lower_priority() -> None:
     """Let training go first, for the calling thread: processor and disk."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    number = _IOPRIO_SET.get(platform.machine())
+    number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         with contextlib.suppress(OSError):
             ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
@@ -338,18 +336,22 @@ def folder_offer(
 
 def list_remote(order: ListRemote) -> FoldersListed:
     """Adds what the remote tier holds."""
-    listed = dataclasses.replace(order.listed, has_remote=True)
+    listed = order.listed._replace(has_remote=True)
+    from steadyrun.checkpoint.tiers import TierError, open_tier  # not needed by most jobs, and 10 ms of every start
+
     try:
         tier = open_tier(str(order.options.remote))
         found = [
             folder_offer(c, TierName.REMOTE, tier.path_of(str(c.name)), rollbacks=listed.rollbacks) for c in tier.list()
         ]
     except TierError as e:
-        return dataclasses.replace(listed, why=f"{listed.why}; {e}" if listed.why else str(e))
-    return dataclasses.replace(listed, folders=(*listed.folders, *found))
+        return listed._replace(why=f"{listed.why}; {e}" if listed.why else str(e))
+    return listed._replace(folders=(*listed.folders, *found))
 
 
 def fetch_remote(order: FetchRemote) -> RemoteFetched:
+    from steadyrun.checkpoint.tiers import TierError, open_tier  # not needed by most jobs, and 10 ms of every start
+
     try:
         tier = open_tier(str(order.options.remote))
         path = tier.get(PurePosixPath(order.path).name, Path(order.options.root))
@@ -386,20 +388,24 @@ class Told:
 
     Attributes:
         complaint: about what, and what is wrong; empty when it is right again. Said once until it is.
+        restored: for the agent: what the ranks go on from, and whether there is something older.
     """
 
     records: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     notes: tuple[str, ...] = ()
     complaint: tuple[str, str] | None = None
+    restored: Mapping[str, Any] | None = None
 
 
 def note_loaded(order: NoteLoaded) -> Told:
     loaded = dataclasses.replace(order.loaded, at_unix_s=time.time())
     try:
-        quarantine.update(Path(order.options.root), lambda ledger: quarantine.after_load(ledger, loaded))
+        root = Path(order.options.root)
+        quarantine.update(root, lambda ledger: quarantine.after_load(ledger, loaded))
+        older = [c for c in list_checkpoints(root) if c.is_complete and not c.is_superseded and c.step < loaded.step]
     except SteadyrunError as e:
         return Told(notes=(str(e),))
-    return Told()
+    return Told(restored={"attempt": loaded.in_attempt, "step": loaded.step, "older": len(older)})
 
 
 def note_failure(order: NoteFailure) -> Told:
@@ -409,7 +415,11 @@ def note_failure(order: NoteFailure) -> Told:
     _write_experience(root, order.experience)
 
     def judge(ledger: quarantine.Ledger) -> quarantine.Ledger:
-        judged[:] = [quarantine.after_failure(ledger, order.attempt, order.step, order.signature, time.time())]
+        judged[:] = [
+            quarantine.after_failure(
+                ledger, order.attempt, order.step, order.signature, time.time(), falls_back=order.falls_back
+            )
+        ]
         return judged[0].ledger
 
     try:
@@ -434,6 +444,8 @@ def copy_remote(order: CopyRemote) -> Told:
 
 def _copy(path: str, place: str, name: TierName, options: CheckpointOptions) -> Told:
     """Bring a checkpoint to another tier, and keep to the retention there."""
+    from steadyrun.checkpoint.tiers import open_tier  # not needed by most jobs, and 10 ms of every start
+
     common = {"tier": name.value, "place": place}
     try:
         tier = open_tier(place)
