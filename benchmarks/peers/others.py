@@ -20,10 +20,16 @@ from peers.base import Plain, Setting
 from peers.of_torch import DcpSave
 
 
-def _preload(preload: Callable[[], Any]) -> Any:
-    """In NVRx's worker: it waits for CUDA without asking whether there is any."""
+def _without_cuda() -> None:
+    """NVRx waits for CUDA, and votes on it, without asking whether there is any."""
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+
+
+def _preload(preload: Callable[[], Any]) -> Any:
+    """In NVRx's worker process."""
+    _without_cuda()
     return preload()
 
 
@@ -34,6 +40,7 @@ class Nvrx(DcpSave):
         super().__init__(setting)
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
+        _without_cuda()
         self._queue = AsyncCallsQueue(persistent=True)
 
     def save(self, step: int) -> None:
