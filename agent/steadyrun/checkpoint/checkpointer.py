@@ -546,10 +546,12 @@ class Checkpointer:
         with self._checkpointing:
             self._is_resuming = True
             try:
-                return self._resume()
+                start = self._resume()
             finally:
                 self._is_resuming = False
                 self._prefault()
+            watch._resume_at(start)
+            return start
 
     def _resume(self) -> int:
         rejected: list[list[Any]] = []

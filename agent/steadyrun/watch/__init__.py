@@ -112,6 +112,10 @@ def commit(folder: Any, **options: Any) -> Any:
 _setup: RankSetup | None = None
 
 
+def _resume_at(step: int) -> None:
+    """From the checkpointer: *step* is the first one to do, so that steps have the same numbers in every attempt."""
+
+
 def _load(module: str) -> Any:
     """The checkpointer needs torch, which a script that only marks sections need not have: imported when asked for."""
     from importlib import import_module
@@ -123,6 +127,7 @@ def _activate(marks: Marks, setup: RankSetup | None = None) -> None:
     """Put the functions that mark in place of those that do nothing. By the bootstrap, before the script begins."""
     global _setup
     _setup = setup
+    globals()["_resume_at"] = marks.resume_at
     for name in _MARKING:
         active = getattr(marks, name)
         active.__doc__ = globals()[name].__doc__

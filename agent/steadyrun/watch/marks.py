@@ -96,6 +96,7 @@ class Marks:
         section, step, beat, should_stop, is_active: the public functions of ``steadyrun.watch``.
         step_seen: ``step`` for the optimizer hook; does nothing once the script calls ``step`` itself. Takes the number
             of the step, or None for the next one.
+        resume_at: the number of the first step that will be seen, in the life of the model; before any was.
         has_explicit_steps: the script calls ``step`` itself.
         last_step: number of the newest step, or None.
         finish: the script has ended: closes ``setup``, opens ``teardown``. Once; later calls do nothing.
@@ -117,6 +118,7 @@ class Marks:
         "now_ns",
         "observe",
         "open_sections",
+        "resume_at",
         "section",
         "set_flag",
         "should_stop",
@@ -130,6 +132,7 @@ class Marks:
     should_stop: Callable[[], bool]
     is_active: Callable[[], bool]
     step_seen: Callable[[int | None], None]
+    resume_at: Callable[[int], None]
     has_explicit_steps: Callable[[], bool]
     last_step: Callable[[], int | None]
     finish: Callable[[], None]
@@ -507,6 +510,7 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
     last_step = -1
     last_step_ns = 0
     is_explicit = False
+    is_numbered = False
     is_finished = False
     rearm_at_ns = NEVER_NS
     on_late: Callable[[int], int] | None = None
@@ -570,7 +574,14 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         if is_explicit:
             beat()
         else:
-            mark_step(last_step + 1 if number is None else number)
+            mark_step(last_step + 1 if number is None or is_numbered else number)
+
+    def resume_at(step: int) -> None:
+        nonlocal is_numbered, last_step
+        if is_forked or is_explicit or steps_done:
+            return
+        is_numbered, last_step = True, step - 1
+        set_flag(F_STEP_IS_GLOBAL)
 
     def beat() -> None:
         nonlocal beats, rearm_at_ns
@@ -667,6 +678,7 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
     marks.should_stop = should_stop
     marks.is_active = lambda: not is_forked
     marks.step_seen = step_seen
+    marks.resume_at = resume_at
     marks.has_explicit_steps = lambda: is_explicit
     marks.last_step = lambda: last_step if steps_done else None
     marks.finish = finish

@@ -106,7 +106,7 @@ class Node:
                     1,
                     layout_of(rank.rank, self.cluster.world_size),
                 )
-                info = dataclasses.replace(info, digest=info.layout.digest())
+                info = info._replace(digest=info.layout.digest())
                 self.later(e.ArenaOpened(command.attempt, info, ""))
             case e.WritePiece():
                 assert self.slot(command.slot).key is not None

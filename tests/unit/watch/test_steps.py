@@ -31,6 +31,18 @@ def test_the_hooks_steps_go_on_from_a_number_it_was_given(slot: Any) -> None:
     assert slot.view().step == 42
 
 
+def test_the_hooks_steps_begin_where_the_checkpointer_resumed(slot: Any) -> None:
+    slot.marks.resume_at(20)
+    assert slot.view().step is None, "none is done yet"
+    slot.marks.step_seen(3)  # what the optimizer's own state says counts less
+    slot.marks.step_seen(None)
+    view = slot.view()
+    assert (view.step, view.steps_done, view.step_is_global) == (21, 2, True)
+    slot.marks.resume_at(50)
+    slot.marks.step_seen(None)
+    assert slot.view().step == 22, "too late to have a say"
+
+
 def test_explicit_steps_win_over_the_hook(slot: Any) -> None:
     slot.marks.step_seen(None)
     slot.marks.step(100)
