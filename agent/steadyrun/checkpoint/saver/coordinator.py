@@ -480,6 +480,8 @@ class Coordinator:
         """When to come back with a Tick at the latest; ``inf`` when nothing has a limit."""
         at_s = [s.since_s + self._limits.staging for s in self._saves.values() if s.phase is Phase.GATHERING]
         at_s += [f.until_s for f in self._flushes]
+        waiting = (s for s in self._saves.values() if s.phase is Phase.QUEUED and not s.plan_id)
+        at_s += [s.staged_s + self._limits.staging for s in waiting]
         at_s.append(self._repeat_s)
         if self._is_training and not self._is_looking:
             at_s.append(self._looked_s + self._limits.rollback)
@@ -965,6 +967,9 @@ class Coordinator:
                 who = _ranks(save.missing()) if save.world_size else "every rank"
                 why = f"{who} did not take part within {self._limits.staging:.0f} s"
                 self._resolve(save, SaveState.SKIPPED, now_s, why)
+        for save in [s for s in self._saves.values() if s.phase is Phase.QUEUED and not s.plan_id]:
+            if now_s >= save.staged_s + self._limits.staging:
+                self._fail(save.key, "plan", "the layouts of its ranks are not known", now_s)
         has_all = len(self._republished) >= self._nodes or now_s >= self._began_s + self._limits.republish
         for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING]:
             # Ranks of an earlier attempt are dead: what is not in memory by now never will be.

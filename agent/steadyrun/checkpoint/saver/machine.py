@@ -460,7 +460,8 @@ class SaverMachine:
         self._answer_layout(rank)
 
     def _post_layout(self, attempt: int, info: ArenaInfo, why: str) -> None:
-        known = self._options.get(attempt)
+        # Options of an attempt long ago are forgotten; those of a later one are as good.
+        known = self._options.get(attempt) or next(reversed(self._options.values()), None)
         if known is not None:
             options, run_id = known
             self._post(m.LayoutTold(attempt, info.rank, info.layout, info.slots, why, run_id, options))
