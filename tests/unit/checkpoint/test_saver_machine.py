@@ -17,6 +17,7 @@ from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.saver import coordinator as c
 from steadyrun.checkpoint.saver import events as e
 from steadyrun.checkpoint.saver import messages as m
+from steadyrun.checkpoint.saver import orders as o
 from steadyrun.checkpoint.saver.coordinator import Coordinator, Phase
 from steadyrun.checkpoint.saver.machine import NodeLimits, SaverMachine
 from steadyrun.checkpoint.saver.messages import SaveKey
@@ -263,7 +264,7 @@ class Cluster:
                 self.coordinator = Coordinator(self.limits, f"c{self.names}")
                 self.coordinator_node, self.coordinator_life = node, node.life
                 self.jobs.clear()
-            self.coordinate(c.Began(binding.attempt, binding.world_size, binding.group_world_size))
+            self.coordinate(o.Began(binding.attempt, binding.world_size, binding.group_world_size))
         self.to_all[node.name] = deque()
         node.feed(e.ExchangeBound(binding.attempt))
 
@@ -286,9 +287,9 @@ class Cluster:
         coordinator = self.coordinator
         self.jobs.append(lambda: self.coordinate(event) if self.coordinator is coordinator else None)
 
-    def perform(self, command: c.CoordinatorCommand) -> None:
+    def perform(self, command: o.CoordinatorCommand) -> None:
         match command:
-            case c.Tell(message):
+            case o.Tell(message):
                 assert self.coordinator_node is not None
                 if isinstance(message, m.WriteOrdered):
                     self.tickets[message.key] = message.ticket
@@ -296,19 +297,19 @@ class Cluster:
                     if node is not self.coordinator_node:
                         self.to_all.setdefault(node.name, deque()).append(message)
                 self.coordinator_node.feed(message)
-            case c.MakePlan():
-                self.later(c.PlanMade(command.plan_id, plan(command.layouts)))
-            case c.OpenFolder(key):
+            case o.MakePlan():
+                self.later(o.PlanMade(command.plan_id, plan(command.layouts)))
+            case o.OpenFolder(key):
                 done = f"/root/{key.step}" if key in self.committed else ""
-                self.later(c.FolderOpened(key, f"/root/{key.step}.partial", done))
-            case c.CommitFolder(key):
+                self.later(o.FolderOpened(key, f"/root/{key.step}.partial", done))
+            case o.CommitFolder(key):
                 assert key not in self.committed, "it was committed before"
                 files = self.files.get(self.tickets[key], {})  # those in the folder that is there now
                 assert files == dict.fromkeys(range(self.world_size), key)
                 self.committed[key] = len(command.written)
-                self.later(c.FolderCommitted(key, f"/root/{key.step}", 1))
-            case c.ListFolders():
-                self.later(c.FoldersListed(command.attempt, command.round, ()))
+                self.later(o.FolderCommitted(key, f"/root/{key.step}", 1))
+            case o.ListFolders():
+                self.later(o.FoldersListed(command.attempt, command.round, ()))
             case _:
                 pass
 
@@ -346,7 +347,7 @@ class Cluster:
             if self.coordinator is not None:
                 due_s.append(self.coordinator.next_deadline_s())
             self.now_s = min(max(min(due_s, default=end_s), self.now_s + 0.25), end_s)
-            self.coordinate(c.Tick())
+            self.coordinate(o.Tick())
             is_busy = self.coordinator is not None and self.coordinator.is_busy
             for node in self.nodes:
                 node.feed(e.Tick(is_busy))

@@ -14,55 +14,52 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from typing_extensions import assert_never
 
-from steadyrun.checkpoint.choose import Choice, FolderOffer, Offer, Quarantined, Refused, Rejected, Source, choose
+from steadyrun.checkpoint.choose import Choice, Offer, Refused, Rejected, Source, choose
 from steadyrun.checkpoint.layout import Layout
 from steadyrun.checkpoint.planning import Plan
 from steadyrun.checkpoint.quarantine import Loaded
-from steadyrun.checkpoint.rollback import Request, is_superseded, merged
+from steadyrun.checkpoint.rollback import is_superseded, merged
 from steadyrun.checkpoint.saver import messages as m
 from steadyrun.checkpoint.saver.messages import SaveKey
+from steadyrun.checkpoint.saver.orders import (
+    AbandonFolder,
+    AskRestart,
+    Began,
+    CommitFolder,
+    CommitRefused,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    CopyRemote,
+    FetchRemote,
+    FolderCommitted,
+    FolderOpened,
+    FolderRefused,
+    FoldersListed,
+    ListFolders,
+    ListRemote,
+    LookForRollback,
+    MakePlan,
+    NoteFailure,
+    NoteLoaded,
+    OpenFolder,
+    PlanMade,
+    Prune,
+    Record,
+    RemoteFetched,
+    RollbackLooked,
+    Say,
+    Tell,
+    Tick,
+)
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
 from steadyrun.checkpoint.schedule import Experience, Schedule
 from steadyrun.checkpoint.shardfile import Written
 
-__all__ = [
-    "AbandonFolder",
-    "AskRestart",
-    "Began",
-    "CommitFolder",
-    "CommitRefused",
-    "Coordinator",
-    "CoordinatorCommand",
-    "CoordinatorEvent",
-    "CopyRemote",
-    "FetchRemote",
-    "FolderCommitted",
-    "FolderOpened",
-    "FolderRefused",
-    "FoldersListed",
-    "Limits",
-    "ListFolders",
-    "ListRemote",
-    "LookForRollback",
-    "MakePlan",
-    "NoteFailure",
-    "NoteLoaded",
-    "OpenFolder",
-    "Phase",
-    "PlanMade",
-    "Prune",
-    "Record",
-    "RemoteFetched",
-    "RollbackLooked",
-    "Say",
-    "Tell",
-    "Tick",
-]
+__all__ = ["Coordinator", "Limits", "Phase"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,253 +83,6 @@ class Limits:
     beat: float = 5.0
     repeat: float = 0.1
     rollback: float = 2.0
-
-
-# -- events ------------------------------------------------------------------------------------------------------------
-class Began(NamedTuple):
-    """Ranks of an attempt are being started on *nodes* nodes. *rollback*: what ``--ft-rollback`` asks for."""
-
-    attempt: int
-    world_size: int
-    nodes: int
-    rollback: Mapping[str, Any] | None = None
-
-
-class PlanMade(NamedTuple):
-    """*plan* is None when the layouts make no checkpoint, for the reason in *why*."""
-
-    plan_id: str
-    plan: Plan | None
-    why: str = ""
-
-
-class FolderOpened(NamedTuple):
-    """*committed* is the path of a checkpoint that is this very save already, else empty."""
-
-    key: SaveKey
-    folder: str
-    committed: str = ""
-
-
-class FolderRefused(NamedTuple):
-    key: SaveKey
-    reason: str
-    why: str
-
-
-class FolderCommitted(NamedTuple):
-    key: SaveKey
-    path: str
-    size_bytes: int
-
-
-class CommitRefused(NamedTuple):
-    key: SaveKey
-    reason: str
-    why: str
-
-
-class FoldersListed(NamedTuple):
-    """What is in the folders, and what is known beside them.
-
-    Attributes:
-        rollback_to: of a rollback that was carried out just now, or could not be.
-        rollbacks: all that were carried out.
-        skipped_by_path: batches that checkpoints leave out by their manifests.
-        experience: None when none was kept.
-        why: what could not be looked at; empty when all was.
-        has_remote: the remote tier is among the folders, or could not be listed.
-    """
-
-    attempt: int
-    round: int
-    folders: tuple[FolderOffer, ...]
-    quarantined: tuple[Quarantined, ...] = ()
-    rollback_to: int | None = None
-    rollbacks: tuple[Request, ...] = ()
-    skipped_by_path: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType({})
-    experience: Experience | None = None
-    why: str = ""
-    has_remote: bool = False
-
-
-class RemoteFetched(NamedTuple):
-    """A checkpoint of the remote tier is at *path* in the root now; empty: it is not, for the reason in *why*."""
-
-    attempt: int
-    round: int
-    path: str
-    why: str = ""
-
-
-class RollbackLooked(NamedTuple):
-    """Whether a request for a rollback waits in the root: its id, else empty."""
-
-    id: str
-    to: int = -1
-
-
-class Tick(NamedTuple):
-    """Look at the clock."""
-
-
-CoordinatorEvent = (
-    m.FromNode
-    | Began
-    | PlanMade
-    | FolderOpened
-    | FolderRefused
-    | FolderCommitted
-    | CommitRefused
-    | FoldersListed
-    | RemoteFetched
-    | RollbackLooked
-    | Tick
-)
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
-class Tell(NamedTuple):
-    """To the savers of all nodes, this one included."""
-
-    message: m.ToAll
-
-
-class MakePlan(NamedTuple):
-    plan_id: str
-    layouts: tuple[Layout, ...]
-
-
-class OpenFolder(NamedTuple):
-    """Make the folder that all nodes write to.
-
-    Attributes:
-        has_saved: this run has saved there, so that the root must exist: a mount may have vanished, and below the mount
-            point is another disk.
-    """
-
-    key: SaveKey
-    options: CheckpointOptions
-    run_id: str
-    has_saved: bool = False
-
-
-class CommitFolder(NamedTuple):
-    """*written* by rank."""
-
-    key: SaveKey
-    folder: str
-    plan: Plan
-    layouts: tuple[Layout, ...]
-    written: tuple[Written, ...]
-    options: CheckpointOptions
-    run_id: str
-    created_unix_s: float
-
-
-class AbandonFolder(NamedTuple):
-    folder: str
-
-
-class ListFolders(NamedTuple):
-    """Look what there is, and carry out a rollback that waits, or that *rollback* asks for."""
-
-    attempt: int
-    round: int
-    options: CheckpointOptions
-    rollback: Mapping[str, Any] | None = None
-
-
-class ListRemote(NamedTuple):
-    """Look what the remote tier holds; answered with another ``FoldersListed``, in addition to *listed*."""
-
-    listed: FoldersListed
-    options: CheckpointOptions
-
-
-class FetchRemote(NamedTuple):
-    """Bring a checkpoint of the remote tier into the root."""
-
-    attempt: int
-    round: int
-    path: str
-    options: CheckpointOptions
-
-
-class CopyRemote(NamedTuple):
-    """Bring a committed checkpoint to the remote tier."""
-
-    path: str
-    options: CheckpointOptions
-
-
-class NoteLoaded(NamedTuple):
-    """For the quarantine: what this attempt goes on from."""
-
-    options: CheckpointOptions
-    loaded: Loaded
-
-
-class NoteFailure(NamedTuple):
-    """For the quarantine, and for the next run's interval."""
-
-    options: CheckpointOptions
-    attempt: int
-    step: int | None
-    signature: str
-    falls_back: bool
-    experience: Experience | None
-
-
-class LookForRollback(NamedTuple):
-    options: CheckpointOptions
-
-
-class AskRestart(NamedTuple):
-    """Of the agents: the ranks have to begin again from another checkpoint."""
-
-    why: str
-
-
-class Prune(NamedTuple):
-    """Retention, after a commit. *in_use*: paths that stay in any case."""
-
-    options: CheckpointOptions
-    in_use: tuple[str, ...]
-    experience: Experience | None
-
-
-class Record(NamedTuple):
-    """A journal record."""
-
-    type: str
-    fields: Mapping[str, Any]
-
-
-class Say(NamedTuple):
-    """To the user."""
-
-    text: str
-
-
-CoordinatorCommand = (
-    Tell
-    | MakePlan
-    | OpenFolder
-    | CommitFolder
-    | AbandonFolder
-    | ListFolders
-    | ListRemote
-    | FetchRemote
-    | CopyRemote
-    | LookForRollback
-    | AskRestart
-    | NoteLoaded
-    | NoteFailure
-    | Prune
-    | Record
-    | Say
-)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -467,7 +217,8 @@ class Coordinator:
     # -- the outside ---------------------------------------------------------------------------------------------------
     def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorCommand]:
         """What to do about *event*."""
-        self._story.append(f"{now_s:.3f} {type(event).__name__}")
+        if not isinstance(event, (Tick, m.SteppedTold, m.BeatTold)):
+            self._story.append(f"{now_s:.3f} {type(event).__name__}")
         self._react(event, now_s)
         self._look_at_clock(now_s)
         self._start_next(now_s)
@@ -614,6 +365,7 @@ class Coordinator:
     def _on_layout(self, event: m.LayoutTold) -> None:
         attempt = self._of(event.attempt)
         attempt.layouts[event.rank] = event
+        attempt.gone.discard(event.rank)  # it has connected again
         attempt.options, attempt.run_id = event.options, event.run_id
         self._layouts[event.rank, event.layout.digest()] = event.layout
         self._forget_layouts()
@@ -1017,7 +769,12 @@ class Coordinator:
             to = partner(node, self._nodes, options.peer_jump)
             if to is not None and to in self._peers:
                 partners[node] = self._peers[to].address
-        self._out.append(Tell(m.PeersTold(event.attempt, partners)))
+        holds: dict[int, list[int]] = {}
+        for rank, node in self._rank_nodes.items():
+            to = partner(node, self._nodes, options.peer_jump)
+            if to is not None:
+                holds.setdefault(to, []).append(rank)
+        self._out.append(Tell(m.PeersTold(event.attempt, partners, {n: tuple(r) for n, r in holds.items()})))
 
     def _away(self, rank: int) -> Iterable[tuple[m.Away, m.Address]]:
         """What other nodes hold of *rank*."""

@@ -36,6 +36,7 @@ __all__ = [
     "ExchangeLost",
     "FetchPeer",
     "FlushAsked",
+    "ForgetPeers",
     "Found",
     "Inspect",
     "Inspected",
@@ -410,6 +411,8 @@ class DigestSlot(NamedTuple):
 
 
 class WritePiece(NamedTuple):
+    """*delay_s*: to wait before it, so that many nodes do not begin at once."""
+
     key: SaveKey
     ticket: str
     rank: int
@@ -418,6 +421,7 @@ class WritePiece(NamedTuple):
     part: Part
     folder: str
     options: CheckpointOptions
+    delay_s: float
 
 
 class CancelWrites(NamedTuple):
@@ -455,6 +459,12 @@ class PushPiece(NamedTuple):
     slot: int
     address: m.Address
     options: CheckpointOptions
+
+
+class ForgetPeers(NamedTuple):
+    """Give up what is held of these ranks: other nodes hold newer snapshots of them."""
+
+    ranks: tuple[int, ...]
 
 
 class FetchPeer(NamedTuple):
@@ -519,6 +529,7 @@ NodeCommand = (
     | ServePeers
     | PushPiece
     | FetchPeer
+    | ForgetPeers
     | ListLocal
     | CopyLocal
     | SetWanted

@@ -39,6 +39,7 @@ from steadyrun.checkpoint.saver.events import (
     ExchangeLost,
     FetchPeer,
     FlushAsked,
+    ForgetPeers,
     Inspect,
     Inspected,
     LeaveAsked,
@@ -149,6 +150,9 @@ _KEPT_PLANS: Final = 4
 _KEPT_ATTEMPTS: Final = 4
 _FOLDER_TIERS: Final = frozenset({TierName.LOCAL, TierName.SHARED, TierName.REMOTE})
 _AGENT: Final = "agent"
+_STAGGERED_NODES: Final = 8
+_STAGGER_RATIO: Final = 0.05  # of what a save takes
+_STAGGER_LIMIT_S: Final = 2.0
 
 
 class SaverMachine:
@@ -188,6 +192,7 @@ class SaverMachine:
         self._serving: PeerServing | None = None
         self._is_serving_asked = False
         self._partner: m.Address | None = None
+        self._expected: tuple[int, ...] = ()
         self._fetching: dict[int, m.Chosen] = {}
         self._step_told = -1
         self._step_told_s = -inf
@@ -207,7 +212,8 @@ class SaverMachine:
         """What to do about *event*; nothing after ``End``."""
         if self._is_ended:
             return []
-        self._story.append(f"{now_s:.3f} {type(event).__name__}")
+        if not isinstance(event, (Tick, StepsRead)):
+            self._story.append(f"{now_s:.3f} {type(event).__name__}")
         self._react(event, now_s)
         self._look_at_clock(event, now_s)
         out, self._out = self._out, []
@@ -279,7 +285,8 @@ class SaverMachine:
                 name = f"{self._node}/{event.attempt}/{event.rank}"
                 self._flush(name, event.attempt, True, event.limit_s, now_s)
             case RankBye():
-                self._ranks.pop((event.attempt, event.rank), None)
+                if self._ranks.pop((event.attempt, event.rank), None) is not None:
+                    self._post(m.RankGoneTold(event.attempt, event.rank))  # no save has to wait for it
             case RankLost():
                 self._on_lost(event)
             case AttemptBegan():
@@ -305,6 +312,7 @@ class SaverMachine:
             case PeerServing():
                 self._serving = event
                 self._post_peer()
+                self._forget_peers()
             case PeerFetched():
                 self._on_fetched(event)
             case LocalListed():
@@ -361,6 +369,8 @@ class SaverMachine:
             case m.PeersTold():
                 if self._binding is not None and message.attempt == self._binding.attempt:
                     self._partner = message.partners.get(self._binding.group_rank)
+                    self._expected = message.holds.get(self._binding.group_rank, ())
+                    self._forget_peers()
             case m.Agreed():
                 for rank in self._current():
                     if self._agrees.pop((rank.rank, message.key), None) is not None:
@@ -595,6 +605,16 @@ class SaverMachine:
             )
             self._post(told)
 
+    def _forget_peers(self) -> None:
+        """What other nodes hold by now: once those whose partner this node is have all brought something new."""
+        if self._serving is None or self._binding is None or not self._expected:
+            return
+        held = self._serving.held
+        new = {h.rank for h in held if h.snapshot.attempt == self._binding.attempt}
+        old = tuple(sorted({h.rank for h in held} - set(self._expected)))
+        if old and set(self._expected) <= new:
+            self._out.append(ForgetPeers(old))
+
     def _push(self, piece: _Piece) -> None:
         known = self._options.get(piece.key.attempt)
         if TierName.PEER in piece.tiers and self._partner is not None and known is not None:
@@ -695,12 +715,20 @@ class SaverMachine:
                     parts[piece.rank],
                     order.folder,
                     order.options,
+                    self._delay_s(),
                 )
             )
         here = set(self._ranks_of.get(order.key.attempt, ()))
         for rank in sorted(here - {p.rank for p in pieces}):
             why = "its snapshot is not in memory any more"
             self._post(m.VoteTold(order.key, rank, order.ticket, None, "lost", why))
+
+    def _delay_s(self) -> float:
+        """Many nodes that begin to write at once get in each other's way at the servers of a shared file system."""
+        binding, last = self._binding, self.last_durable
+        if binding is None or last is None or binding.group_world_size < _STAGGERED_NODES:
+            return 0.0
+        return min(_STAGGER_RATIO * last.seconds, _STAGGER_LIMIT_S) * binding.group_rank / binding.group_world_size
 
     def _vote(self, key: SaveKey, rank: int, ticket: str, written: Written | None, reason: str, why: str) -> None:
         piece = self._pieces.get((key, rank))

@@ -323,10 +323,11 @@ class Chosen(NamedTuple):
 
 
 class PeersTold(NamedTuple):
-    """To whom each node brings copies of its ranks' snapshots, by group rank."""
+    """To whom each node brings copies of its ranks' snapshots, and whose it gets, by group rank."""
 
     attempt: int
     partners: Mapping[int, Address]
+    holds: Mapping[int, tuple[int, ...]]
 
 
 class Agreed(NamedTuple):

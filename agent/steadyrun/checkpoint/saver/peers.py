@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from steadyrun.checkpoint.arena import ArenaError
@@ -79,6 +79,12 @@ class Peers:
             if memory is not None:
                 held.append(m.Away(rank, snapshot, *memory))
         self._deliver(PeerServing(address, tuple(held)))
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Of nodes that bring their copies elsewhere by now."""
+        for rank in ranks:
+            self._store.forget(rank)
+        self._tell()
 
     def close(self) -> None:
         if self._server is not None:

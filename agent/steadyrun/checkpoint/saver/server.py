@@ -30,6 +30,7 @@ from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.saver import coordinator as c
 from steadyrun.checkpoint.saver import events as e
 from steadyrun.checkpoint.saver import messages as m
+from steadyrun.checkpoint.saver import orders as o
 from steadyrun.checkpoint.saver import writer
 from steadyrun.checkpoint.saver.exchange import Connected, Exchange, Heard, Lost, Place
 from steadyrun.checkpoint.saver.machine import NodeLimits, SaverMachine, rejections
@@ -94,7 +95,7 @@ class _Opened(NamedTuple):
 
 _Done = (
     e.NodeEvent
-    | c.CoordinatorEvent
+    | o.CoordinatorEvent
     | _Opened
     | _Crashed
     | _Fetched
@@ -188,6 +189,7 @@ class Server:
         self._writers = _Pool("write", 2, self._finish, is_low=True)
         self._folders = _Pool("folder", 1, self._finish)
         self._listers = _Pool("list", 1, self._finish)
+        self._scribes = _Pool("figures", 1, self._finish, is_low=True)
         self._chores = _Pool("chore", 1, self._finish, is_low=True)
         self._copiers = _Pool("copy", 2, self._finish, is_low=True)
         self._pushers = _Pool("push", 2, self._finish, is_low=True)
@@ -282,9 +284,9 @@ class Server:
                     self._node_event(e.ExchangeLost(event.why))
             case Heard():
                 self._on_heard(event.message)
-            case c.PlanMade() | c.FolderOpened() | c.FolderRefused() | c.FolderCommitted() | c.CommitRefused():
+            case o.PlanMade() | o.FolderOpened() | o.FolderRefused() | o.FolderCommitted() | o.CommitRefused():
                 self._coordinator_event(event)
-            case c.FoldersListed() | c.RollbackLooked() | c.RemoteFetched():
+            case o.FoldersListed() | o.RollbackLooked() | o.RemoteFetched():
                 self._coordinator_event(event)
             case _:
                 self._node_event(event)
@@ -328,7 +330,7 @@ class Server:
         now_s = time.monotonic()
         coordinator = self._coordinator
         if coordinator is not None:
-            self._coordinator_event(c.Tick())
+            self._coordinator_event(o.Tick())
             for order in coordinator.order_save(now_s):
                 self._coordinate(order)
         self._work()
@@ -346,7 +348,10 @@ class Server:
         for rank in ranks:
             number = self._machine.arena_of(attempt, rank)
             box = self._memory.boxes.get(number) if number is not None else None
-            step = box.arena.control.rank_step if box is not None else None
+            if box is None:
+                continue
+            box.arena.control.saver_beat = int(time.monotonic() * 1000)
+            step = box.arena.control.rank_step
             if step is not None:
                 out[rank] = step
         return out
@@ -594,7 +599,7 @@ class Server:
 
     def _on_hello(self, connection: _Connection, message: Mapping[str, Any]) -> None:
         connection.rank, connection.attempt = int(message["rank"]), int(message["attempt"])
-        for other in [o for o in self._connections.values() if o.number != connection.number]:
+        for other in [k for k in self._connections.values() if k.number != connection.number]:
             if (other.rank, other.attempt) == (connection.rank, connection.attempt):
                 self._lose_rank(other)
         options = CheckpointOptions.from_json(message["options"])
@@ -697,7 +702,9 @@ class Server:
             case e.ReleaseSlot():
                 self._release(command)
             case e.ServePeers():
-                self._get_peers().serve(command.binding)
+                self._openers.submit(functools.partial(self._get_peers().serve, command.binding))  # names are looked up
+            case e.ForgetPeers():
+                self._get_peers().forget(command.ranks)
             case e.PushPiece():
                 box = self._memory.boxes.get(command.arena)
                 if box is not None:
@@ -832,7 +839,7 @@ class Server:
             if self._coordinator is None:
                 self._coordinator = c.Coordinator(self._limits[1], name=uuid.uuid4().hex[:8])
             self._coordinator_event(
-                c.Began(binding.attempt, binding.world_size, binding.group_world_size, binding.rollback)
+                o.Began(binding.attempt, binding.world_size, binding.group_world_size, binding.rollback)
             )
             self._work_coordinator_first()
             self._node_event(e.ExchangeBound(binding.attempt))
@@ -863,40 +870,40 @@ class Server:
         elif self._coordinator is not None:
             self._coordinator_event(message)
 
-    def _coordinate(self, order: c.CoordinatorCommand) -> None:  # one case a command
+    def _coordinate(self, order: o.CoordinatorCommand) -> None:  # one case a command
         match order:
-            case c.Tell():
+            case o.Tell():
                 self._node_event(order.message)
                 self._exchange.post(order.message)
-            case c.MakePlan():
+            case o.MakePlan():
                 self._planners.submit(lambda: writer.make_plan(order))
-            case c.OpenFolder():
+            case o.OpenFolder():
                 self._folders.submit(lambda: writer.open_folder(order))
-            case c.CommitFolder():
+            case o.CommitFolder():
                 self._folders.submit(lambda: writer.commit_folder(order))
-            case c.AbandonFolder():
+            case o.AbandonFolder():
                 self._chores.submit(lambda: writer.abandon_folder(order))
-            case c.ListFolders():
+            case o.ListFolders():
                 self._listers.submit(lambda: writer.list_folders(order))
-            case c.ListRemote():
+            case o.ListRemote():
                 self._remotes.submit(lambda: writer.list_remote(order))
-            case c.FetchRemote():
+            case o.FetchRemote():
                 self._remotes.submit(lambda: writer.fetch_remote(order))
-            case c.CopyRemote():
+            case o.CopyRemote():
                 self._copiers.submit(lambda: writer.copy_remote(order))
-            case c.LookForRollback():
+            case o.LookForRollback():
                 self._listers.submit(lambda: writer.look_for_rollback(order))
-            case c.NoteLoaded():
+            case o.NoteLoaded():
                 self._listers.submit(lambda: writer.note_loaded(order))
-            case c.NoteFailure():
+            case o.NoteFailure():
                 self._listers.submit(lambda: writer.note_failure(order))
-            case c.AskRestart():
+            case o.AskRestart():
                 self._tell_agent("restart", why=order.why)
-            case c.Prune():
+            case o.Prune():
                 self._chores.submit(lambda: writer.prune_folder(order))
-            case c.Record():
+            case o.Record():
                 self._record(order.type, order.fields)
-            case c.Say():
+            case o.Say():
                 self._tell_agent("note", text=order.text)
             case _:
                 assert_never(order)
@@ -916,7 +923,7 @@ class Server:
             return
         self._metrics_s = now_s
         text = json.dumps(self._figures(), separators=(",", ":"))
-        if text != self._metrics:
+        if text != self._metrics and not self._scribes.pending:
             self._metrics = text
             body = json.dumps({**json.loads(text), "at_unix_s": round(time.time(), 3)})
 
@@ -925,7 +932,7 @@ class Server:
                     write_whole(self._metrics_path, body.encode())
                 return None
 
-            self._chores.submit(write)
+            self._scribes.submit(write)
 
     def _figures(self) -> dict[str, Any]:
         assert self._machine is not None

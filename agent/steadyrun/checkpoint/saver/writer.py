@@ -23,10 +23,19 @@ from steadyrun.checkpoint.catalog import CatalogError, Listed, list_checkpoints
 from steadyrun.checkpoint.choose import FolderOffer, Quarantined
 from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.durable import write_whole
-from steadyrun.checkpoint.manifest import Fragment, Manifest
+from steadyrun.checkpoint.manifest import Fragment, Manifest, Verified
 from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.retention import Keep, Pruned, prune, to_remove
-from steadyrun.checkpoint.saver.coordinator import (
+from steadyrun.checkpoint.saver.events import (
+    CopyLocal,
+    ListLocal,
+    LocalListed,
+    PieceFailed,
+    PieceWritten,
+    WritePiece,
+)
+from steadyrun.checkpoint.saver.memory import Box
+from steadyrun.checkpoint.saver.orders import (
     AbandonFolder,
     CommitFolder,
     CommitRefused,
@@ -48,15 +57,6 @@ from steadyrun.checkpoint.saver.coordinator import (
     RemoteFetched,
     RollbackLooked,
 )
-from steadyrun.checkpoint.saver.events import (
-    CopyLocal,
-    ListLocal,
-    LocalListed,
-    PieceFailed,
-    PieceWritten,
-    WritePiece,
-)
-from steadyrun.checkpoint.saver.memory import Box
 from steadyrun.checkpoint.saves import CheckpointOptions, TierName
 from steadyrun.checkpoint.schedule import Experience
 from steadyrun.checkpoint.shardfile import RateLimit, WriteError, WriteOptions, Written, write_rank_files
@@ -139,6 +139,7 @@ class PieceWriter:
         def failed(reason: str, why: str) -> PieceFailed:
             return PieceFailed(order.key, order.rank, order.ticket, reason, why)
 
+        time.sleep(order.delay_s)
         if order.ticket in self._cancelled:
             return failed("cancelled", "the save was given up")
         if not box.enter():
@@ -241,6 +242,7 @@ def commit_folder(order: CommitFolder) -> FolderCommitted | CommitRefused:
             not_covered=_texts(first, "not_covered"),
             mesh=first.get("mesh"),
             samples=first.get("samples"),
+            verified=Verified(time.time(), "save") if order.options.read_back else None,
             replicas_compared=len(order.plan.groups),
             skipped=tuple((int(a), int(b)) for a, b in first.get("skipped", ())),
             details={"written_by": "saver", "generation": key.generation},
