@@ -48,6 +48,7 @@ T = TypeVar("T")
 CLOSE_LIMIT_S: Final = 1800.0
 RESTORE_LIMIT_S: Final = 900.0
 _ARENA_LIMIT_S: Final = 30.0
+_GENERATION_BITS: Final = 16  # saves after one and the same step
 _BLOB_ROOM_BYTES: Final = 64 << 10
 _HEAR_EVERY: Final = 16  # steps between looks at the socket while a save is on its way
 _DIRECT_ASK_EVERY: Final = 20  # steps between the agreements that "auto" needs without a saver
@@ -230,7 +231,8 @@ class Checkpointer:
         self._is_resuming = False
         self._prefaulting: threading.Thread | None = None
         self._refused = ""
-        self._serial = 0
+        self._generation = 0
+        self._order_seen = 0
         self._newest: SaveRecord | None = None
         self._last_step: int | None = None
         self._steps_seen = 0
@@ -395,8 +397,12 @@ class Checkpointer:
                 tiers.append(TierName.SHARED)
         elif arena is not None:
             wanted = arena.control.wanted()
-            if wanted is not None and wanted.step == step:
-                tiers += sorted(wanted.tiers, key=_NEAREST.__getitem__)
+            if wanted is not None and wanted.serial != self._order_seen and wanted.step <= step:
+                self._order_seen = wanted.serial
+                if wanted.step == step:
+                    tiers += sorted(wanted.tiers, key=_NEAREST.__getitem__)
+                else:
+                    self._miss(wanted.step)
         for tier, every in ((TierName.LOCAL, options.every_local), (TierName.REMOTE, options.every_remote)):
             if every is not None and done % every == 0 and tier not in tiers:
                 tiers.append(tier)
@@ -408,6 +414,13 @@ class Checkpointer:
         if (tiers or in_memory) and TierName.MEMORY not in tiers:
             tiers.insert(0, TierName.MEMORY)
         return tuple(dict.fromkeys(tiers))
+
+    def _miss(self, step: int) -> None:
+        """The order came after its step: the other ranks need not wait for this one's part."""
+        assert self._link is not None
+        record = SaveRecord(step, (step + 1) << _GENERATION_BITS)
+        record.move(SaveState.SKIPPED, "the order to save came too late")
+        self._link.send_skipped(record)
 
     def _is_due_directly(self, step: int) -> bool:
         """Without a saver: steps are counted; for times rank 0's clock decides, agreed every few steps."""
@@ -430,18 +443,24 @@ class Checkpointer:
             raise SteadyrunError("cannot save: this checkpointer is closed")
         with self._checkpointing:
             self._last_step = step
-            self._serial += 1
+            generation = self._next_generation(step)
             if self._link is not None and self._link.is_given_up:
                 self._say("the saver is gone for good; the ranks write checkpoints themselves from now on")
                 self._drop_memory()
                 self._link.close()
                 self._link = None
             if self._link is None:
-                return self._save_directly(step)
+                return self._save_directly(step, generation)
             wanted = (TierName.MEMORY, TierName.SHARED) if tiers is None else tuple(tiers)
-            return self._save_in_memory(step, wanted)
+            return self._save_in_memory(step, generation, wanted)
 
-    def _save_in_memory(self, step: int, tiers: Sequence[TierName]) -> SaveHandle:
+    def _next_generation(self, step: int) -> int:
+        """Equal on all ranks for the same save, whichever of them has missed an order before; grows with every save."""
+        first = (step + 1) << _GENERATION_BITS
+        self._generation = self._generation + 1 if self._generation >= first else first
+        return self._generation
+
+    def _save_in_memory(self, step: int, generation: int, tiers: Sequence[TierName]) -> SaveHandle:
         link = self._link
         assert link is not None
         started_s = time.perf_counter()
@@ -457,9 +476,9 @@ class Checkpointer:
         if self._is_asked:
             self._take_memory(_ARENA_LIMIT_S)
             if self._link is None:
-                return self._save_directly(step)
+                return self._save_directly(step, generation)
         link.poll()
-        record = link.new_record(step, self._serial)
+        record = link.new_record(step, generation)
         self._newest = record
         why_not = self._fill(captured, blobs, record)
         if why_not:
@@ -504,8 +523,8 @@ class Checkpointer:
         self._slot = number
         return ""
 
-    def _save_directly(self, step: int) -> SaveHandle:
-        record = SaveRecord(step, self._serial)
+    def _save_directly(self, step: int, generation: int) -> SaveHandle:
+        record = SaveRecord(step, generation)
         captured = self._state.capture()
         layout = self._with_details(captured.layout)
         done = self._writer().save(step, layout, captured.tensors, captured.blobs())

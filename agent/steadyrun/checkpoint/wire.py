@@ -22,8 +22,8 @@ __all__ = ["AGENT_OPS", "RANK_OPS", "SAVER_OPS", "Wire", "WireClosedError"]
 RANK_OPS: Final[Mapping[str, str]] = {
     "hello": "the first message [rank, local_rank, world_size, attempt, run_id, pid, options]; answered with 'welcome'",
     "layout": "a new structure of the state [layout: JSON text, blob_bytes]; answered with 'arena' or 'refused'",
-    "staged": "a slot is sealed [slot, generation: the how manieth save of the attempt, skipped ones counted, equal on "
-    "all ranks, step, tiers: list of names, stall_s]; no answer, 'save' events follow",
+    "staged": "a slot is sealed [slot, generation: grows with every save of the attempt, equal on all ranks for the "
+    "same save, step, tiers: list of names, stall_s]; no answer, 'save' events follow",
     "skipped": "this rank did not take part in a save that was due [step, generation, why]",
     "restore": "where to resume from [digest: of the layout or null where that is not known yet, rejected: list of "
     "[source, step, why], local: whether memory may be used, round: 0 for the first question of this process, 1 for "
