@@ -67,6 +67,7 @@ class Try:
 
     Attributes:
         sound: every element that was read back was that of the save.
+        persist_s: from the end of the stall until durable; 0 for a save that waits.
         cpu_s: of a whole save, all processes.
     """
 
@@ -85,6 +86,7 @@ class Try:
     copy_s: float | None = None
     durable_first_s: float | None = None
     durable_s: float | None = None
+    persist_s: float | None = None
     stall_cpu_s: float | None = None
     cpu_first_s: float | None = None
     cpu_s: float | None = None
@@ -183,6 +185,7 @@ def _summed_up(job: Job, samples: Sequence[tuple[float, int]]) -> dict[str, Any]
             "copy_s": statistics.median(s["memcpy_s"] for s in later),
             "stall_cpu_s": statistics.median(s["stall_cpu_s"] for s in later),
             "durable_s": statistics.median(s["durable_s"] for s in quiet),
+            "persist_s": max(0.0, statistics.median(s["durable_s"] - s["stall_s"] for s in quiet)),
             "cpu_s": statistics.median(s["cpu_s"] for s in quiet),
             "inflation": statistics.median(slower) if slower else None,
         }
