@@ -144,8 +144,13 @@ class Node:
             case e.End():
                 self.is_ended = True
             case e.Inspect():
-                found = tuple(e.Found(i, s.key, 0.0) for i, s in enumerate(rank.slots) if s.key is not None)
-                self.later(e.Inspected(command.arena, found, ()))
+                found = [e.Found(i, s.key, 0.0) for i, s in enumerate(rank.slots) if s.key is not None]
+                found.sort(key=lambda f: f.key, reverse=True)
+                if command.slot is None:
+                    self.later(e.Inspected(command.arena, tuple(found[:1]), (), tuple(found[1:])))
+                else:
+                    checked = tuple(f for f in found if f.slot == command.slot)
+                    self.later(e.Inspected(command.arena, checked, (), (), command.slot))
             case e.DigestSlot() | e.DropArena() | e.SetWanted() | e.AnswerAgent():
                 pass
 
@@ -527,6 +532,30 @@ def test_all_ranks_hear_the_same_choice_and_agreement() -> None:
         sent = {command.op: command.fields for command in told[node.name] if isinstance(command, e.SendRank)}
         assert (sent["choice"]["source"], sent["choice"]["step"]) == ("memory", key.step)
         assert sent["agreed"]["values"] == [0, 1]
+
+
+def test_an_older_snapshot_is_looked_through_only_when_it_is_chosen() -> None:
+    cluster = ready()
+    first = save(cluster, 7)
+    cluster.pass_time(1.0)
+    save(cluster, 8)
+    cluster.pass_time(1.0)
+    cluster.nodes[1].rank.slots = [s if s.key == first else Slot() for s in cluster.nodes[1].rank.slots]
+    cluster.begin(1)
+    told: dict[str, list[Any]] = {}
+    for node in cluster.nodes:
+        node.perform = spy(node, told)  # type: ignore[method-assign]
+        node.feed(e.RankRestore(1, node.rank.rank, None, True, (), 0))
+    cluster.pass_time(1.0)
+    for node in cluster.nodes:
+        sent = {command.op: command.fields for command in told[node.name] if isinstance(command, e.SendRank)}
+        assert (sent["choice"]["source"], sent["choice"]["step"]) == ("memory", 7)
+        slot = node.rank.slots[sent["choice"]["slot"]]
+        assert slot.key == first
+    assert (
+        e.Inspect(1, cluster.nodes[0].rank.slots.index(next(s for s in cluster.nodes[0].rank.slots if s.key == first)))
+        in told["n0"]
+    )
 
 
 def spy(node: Node, told: dict[str, list[Any]]) -> Callable[[Any], None]:

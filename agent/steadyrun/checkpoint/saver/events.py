@@ -237,11 +237,19 @@ class ArenaRestored(NamedTuple):
 
 
 class Inspected(NamedTuple):
-    """Every sealed slot of an arena was compared with its checksums: *damaged* are left out of *good*."""
+    """Sealed slots of an arena were compared with their checksums.
+
+    Attributes:
+        damaged: what is left out of *good*, and why.
+        unchecked: sealed as well, and not compared yet.
+        slot: None: the newest was asked for.
+    """
 
     arena: int
     good: tuple[Found, ...]
     damaged: tuple[tuple[SaveKey, str], ...]
+    unchecked: tuple[Found, ...] = ()
+    slot: int | None = None
 
 
 class PeerServing(NamedTuple):
@@ -399,7 +407,10 @@ class DropArena(NamedTuple):
 
 
 class Inspect(NamedTuple):
+    """Compare a slot with its checksums: the newest sealed one, or *slot*."""
+
     arena: int
+    slot: int | None = None
 
 
 class DigestSlot(NamedTuple):

@@ -194,6 +194,7 @@ class SaverMachine:
         self._partner: m.Address | None = None
         self._expected: tuple[int, ...] = ()
         self._fetching: dict[int, m.Chosen] = {}
+        self._checking: dict[int, m.Chosen] = {}
         self._step_told = -1
         self._step_told_s = -inf
         self._heard_s = 0.0
@@ -819,7 +820,7 @@ class SaverMachine:
                         TierName.MEMORY,
                         f.created_unix_s,
                     )
-                    for f in arena.inspected.good
+                    for f in (*arena.inspected.good, *arena.inspected.unchecked)
                 ]
         told = m.RestoreTold(
             event.attempt,
@@ -844,14 +845,33 @@ class SaverMachine:
         arena = self._arenas.get(event.arena)
         if arena is None:
             return
+        if event.slot is not None:
+            self._note_checked(arena, event)
+            return
         arena.is_inspecting, arena.inspected = False, event
+        self._report_damage(arena, event)
+        for rank in self._current():
+            if rank.rank == arena.info.rank and rank.restore is not None and rank.rank not in self._asked:
+                self._ask(rank)
+
+    def _report_damage(self, arena: _ArenaState, event: Inspected) -> None:
         for key, why in event.damaged:
             fields = {"rank": arena.info.rank, "step": key.step, "attempt": key.attempt, "why": why}
             text = f"the snapshot of step {key.step} in the memory of rank {arena.info.rank} is not used: {why}"
             self._out.append(Report("snapshot_damaged", fields, text))
-        for rank in self._current():
-            if rank.rank == arena.info.rank and rank.restore is not None and rank.rank not in self._asked:
-                self._ask(rank)
+
+    def _note_checked(self, arena: _ArenaState, event: Inspected) -> None:
+        """The slot that was chosen, and that nobody had looked through yet."""
+        self._report_damage(arena, event)
+        before = arena.inspected
+        if before is not None:
+            unchecked = tuple(f for f in before.unchecked if f.slot != event.slot)
+            arena.inspected = before._replace(good=(*before.good, *event.good), unchecked=unchecked)
+        message = self._checking.pop(arena.info.rank, None)
+        binding = self._binding
+        rank = None if binding is None else self._ranks.get((binding.attempt, arena.info.rank))
+        if message is not None and rank is not None:
+            self._send_choice(rank, message, event.good[0].slot if event.good else -1)
 
     def _on_chosen(self, message: m.Chosen) -> None:
         if self._binding is None or message.attempt != self._binding.attempt:
@@ -865,8 +885,12 @@ class SaverMachine:
             away = message.away.get(rank.rank)
             if away is None:
                 choice = message.choice
-                slot = self._slot_of(rank.rank, choice.attempt, choice.generation, choice.step)
-                self._send_choice(rank, message, slot)
+                holder = self._holder(rank.rank, choice.attempt, choice.generation, choice.step)
+                if holder is not None and not holder[2]:
+                    self._checking[rank.rank] = message
+                    self._out.append(Inspect(holder[0].info.id, holder[1]))
+                else:
+                    self._send_choice(rank, message, -1 if holder is None else holder[1])
                 continue
             address, held = away
             key = SaveKey(message.choice.attempt, message.choice.generation, message.choice.step)
@@ -894,19 +918,14 @@ class SaverMachine:
             fields["layout"] = arena.info.layout.to_json() if arena is not None else None
         self._out.append(SendRank(rank.connection, "choice", fields))
 
-    def _slot_of(self, rank: int, attempt: int, generation: int, step: int) -> int:
-        """Where that snapshot is; -1 when it is not in memory here."""
-        holder = self._holder(rank, attempt, generation, step)
-        return -1 if holder is None else holder[1]
-
-    def _holder(self, rank: int, attempt: int, generation: int, step: int) -> tuple[_ArenaState, int] | None:
-        """The memory and the slot of that snapshot."""
+    def _holder(self, rank: int, attempt: int, generation: int, step: int) -> tuple[_ArenaState, int, bool] | None:
+        """The memory and the slot of that snapshot, and whether it was compared with its checksums."""
         key = SaveKey(attempt, generation, step)
         for arena in self._arenas.values():
             if arena.info.rank == rank and arena.inspected is not None:
-                for found in arena.inspected.good:
+                for found in (*arena.inspected.good, *arena.inspected.unchecked):
                     if found.key == key:
-                        return arena, found.slot
+                        return arena, found.slot, found in arena.inspected.good
         return None
 
     # -- flushing and leaving ------------------------------------------------------------------------------------------
@@ -989,6 +1008,7 @@ class SaverMachine:
             self._step_told = -1
             self._local, self._is_listing_local, self._partner = None, False, None
             self._fetching.clear()
+            self._checking.clear()
         self._is_bound, self._unbound_s = False, now_s
         self._out.append(Bind(binding))
         self._serve_peers()

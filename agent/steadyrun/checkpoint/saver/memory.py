@@ -18,6 +18,7 @@ from steadyrun.checkpoint.arena import (
     ArenaError,
     Slot,
     SlotState,
+    SlotView,
     affordable_slots,
     available_bytes,
     choose_slot,
@@ -215,17 +216,24 @@ class Memory:
         return free_bytes, limited_by
 
     @staticmethod
-    def inspect(box: Box) -> Inspected:
-        """Compare every sealed slot with its checksums; what has none yet gets them."""
+    def inspect(box: Box, number: int | None = None) -> Inspected:
+        """Compare a slot (None: the newest that is sealed and right) with its checksums; without any yet, take them."""
         good: list[Found] = []
         damaged: list[tuple[SaveKey, str]] = []
+        unchecked: list[Found] = []
         if box.enter():
             try:
-                for slot in box.arena.slots:
-                    _inspect_slot(slot, good, damaged)
+                slots = box.arena.slots if number is None else (box.arena.slots[number],)
+                sealed = {s.number: s.view() for s in slots}
+                for slot in sorted(slots, key=lambda s: _order(sealed[s.number]), reverse=True):
+                    found = _found(slot)
+                    if good and found is not None:
+                        unchecked.append(found)
+                    else:
+                        _inspect_slot(slot, good, damaged)
             finally:
                 box.leave()
-        return Inspected(box.info.id, tuple(good), tuple(damaged))
+        return Inspected(box.info.id, tuple(good), tuple(damaged), tuple(unchecked), number)
 
     @staticmethod
     def take_digests(box: Box, number: int, generation: int) -> None:
@@ -241,6 +249,10 @@ class Memory:
                     slot.let_go()
         finally:
             box.leave()
+
+
+def _order(view: SlotView) -> tuple[bool, int, int]:
+    return view.state is SlotState.SEALED, view.attempt, view.generation
 
 
 def _found(slot: Slot) -> Found | None:

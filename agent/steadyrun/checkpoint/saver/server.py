@@ -196,6 +196,8 @@ class Server:
         self._peers: Peers | None = None
         self._remotes = _Pool("remote", 1, self._finish)
         self._hashers = _Pool("hash", 2, self._finish, is_low=True)
+        # Ranks wait for these, and hashing scales: a node may have hundreds of gigabytes of snapshots.
+        self._inspectors = _Pool("inspect", max(2, min(16, (os.cpu_count() or 2) // 2)), self._finish)
         self._openers = _Pool("open", 1, self._finish)
         self._faulters = _Pool("fault", 2, self._finish, is_low=True)
         self._planners = _Pool("plan", 1, self._finish)
@@ -688,7 +690,7 @@ class Server:
             case e.Inspect():
                 box = self._memory.boxes.get(command.arena)
                 if box is not None:
-                    self._hashers.submit(functools.partial(self._memory.inspect, box))
+                    self._inspectors.submit(functools.partial(self._memory.inspect, box, command.slot))
             case e.DigestSlot():
                 self._digest(command)
             case e.WritePiece():
