@@ -358,6 +358,29 @@ def test_what_a_rank_rejects_is_not_chosen_again(job: Job) -> None:
     assert len(third["rejected"]) == 2  # type: ignore[arg-type]
 
 
+def test_a_flipped_bit_in_the_older_snapshot_is_found_when_that_is_chosen(job: Job) -> None:
+    agent, ranks = ranks_of(job)
+    for step in (1, 2):
+        for rank in ranks:
+            rank.save(step)
+        job.until(lambda s=step: job.is_durable(ranks, s), f"step {step}")  # type: ignore[misc]
+    arena = ranks[0].arena
+    assert arena is not None
+    (older,) = [s for s in arena.slots if s.view().step == 1]
+    older.blobs()[1][0] ^= 1
+    for rank in ranks:
+        rank.leave()
+    _, again = ranks_of(job, attempt=1)
+    newest: list[object] = [["memory", 2, "no"], [str(job.root / "step-000000002"), 2, "no"]]
+    choices = ask(job, again, newest)
+    assert [(c["source"], c["step"]) for c in choices] == [("memory", 1)] * 2
+    assert choices[0]["slot"] == -1, "the rank then rejects it"
+    (damaged,) = agent.records("snapshot_damaged")
+    assert "the objects" in str(damaged["why"])
+    choice = ask(job, again, [*newest, ["memory", 1, "rank 0: the snapshot is not in memory any more"]], 1)[0]
+    assert (choice["source"], choice["step"]) == ("folder", 1)
+
+
 def test_another_number_of_ranks_waits_for_the_newest_snapshot_to_be_durable(job: Job) -> None:
     _, ranks = ranks_of(job)
     for rank in ranks:

@@ -552,10 +552,8 @@ def test_an_older_snapshot_is_looked_through_only_when_it_is_chosen() -> None:
         assert (sent["choice"]["source"], sent["choice"]["step"]) == ("memory", 7)
         slot = node.rank.slots[sent["choice"]["slot"]]
         assert slot.key == first
-    assert (
-        e.Inspect(1, cluster.nodes[0].rank.slots.index(next(s for s in cluster.nodes[0].rank.slots if s.key == first)))
-        in told["n0"]
-    )
+    first_slot = [s.key for s in cluster.nodes[0].rank.slots].index(first)
+    assert e.Inspect(1, first_slot) in told["n0"]
 
 
 def spy(node: Node, told: dict[str, list[Any]]) -> Callable[[Any], None]:
