@@ -697,6 +697,7 @@ class Checkpointer:
     def _load_from_folder(self, folder: Path, step: int) -> list[str]:
         reader = Reader(folder)
         world_size = reader.manifest.world_size if reader.manifest is not None else self._world_size
+        reader.check_objects(range(self._rank, world_size, self._world_size))
         notes = self._state.prepare_to_load(Saved.from_metadata(reader.metadata, world_size))
         wanted = self._state.load_plan_state_dict()
         loaded = load_folder(folder, wanted)

@@ -24,6 +24,7 @@ from steadyrun.checkpoint.manifest import (
     ObjectRecord,
     ShardRecord,
     fragment_name,
+    objects_name,
 )
 
 __all__ = ["Fragments", "is_meant_for_us", "open_fragments"]
@@ -62,6 +63,11 @@ class Fragments:
         """None: *file* holds no such object. Raises ManifestError when the fragment is missing or damaged."""
         rank = self._load(file)
         return None if rank is None else self._objects[rank].get(key)
+
+    def objects(self, rank: int) -> tuple[str, tuple[ObjectRecord, ...]]:
+        """The file with a rank's objects, and what is in it. Raises ManifestError."""
+        name = objects_name(rank)
+        return name, () if self._load(name) is None else tuple(self._objects[rank].values())
 
     def check_small_file(self, name: str, data: bytes) -> None:
         """Compare a file's whole content with what the manifest says of it.
