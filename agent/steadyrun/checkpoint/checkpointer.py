@@ -38,6 +38,7 @@ from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gath
 from steadyrun.checkpoint.layout import Layout
 from steadyrun.checkpoint.reading import Reader, load_folder
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName, parse_every
+from steadyrun.checkpoint.schedule import tiers_at
 from steadyrun.checkpoint.state import Captured, Saved, State
 from steadyrun.core.errors import SteadyrunError
 
@@ -197,8 +198,18 @@ class Checkpointer:
             refuse_unequal_replicas=refuse_unequal_replicas,
         )
         options = self._options
-        periods = (options.every.steps, options.every_memory, options.every_local, options.every_remote)
+        periods = (
+            *(options.every.steps, options.keep_every),
+            *(options.every_memory, options.every_local, options.every_remote),
+        )
         self._periods = tuple({p for p in periods if p is not None})
+        self._all_tiers = (
+            TierName.MEMORY,
+            *((TierName.PEER,) if options.peer else ()),
+            *((TierName.LOCAL,) if options.local is not None and options.every_local is None else ()),
+            TierName.SHARED,
+            *((TierName.REMOTE,) if options.remote is not None and options.every_remote is None else ()),
+        )
         self._is_ordered = options.every.steps is None  # by the saver, through a word in the snapshot memory
         self._setup = setup
         self._rank, self._world_size = _place(setup)
@@ -389,31 +400,16 @@ class Checkpointer:
         self._ask_for_memory(captured, sum(map(len, blobs)))
 
     def _due_tiers(self, step: int) -> tuple[TierName, ...]:
-        options, arena = self._options, self._arena
-        done = step + 1
-        tiers: list[TierName] = []
-        if options.every.steps is not None:
-            if done % options.every.steps == 0:
-                tiers.append(TierName.SHARED)
-        elif arena is not None:
-            wanted = arena.control.wanted()
-            if wanted is not None and wanted.serial != self._order_seen and wanted.step <= step:
-                self._order_seen = wanted.serial
-                if wanted.step == step:
-                    tiers += sorted(wanted.tiers, key=_NEAREST.__getitem__)
-                else:
-                    self._miss(wanted.step)
-        for tier, every in ((TierName.LOCAL, options.every_local), (TierName.REMOTE, options.every_remote)):
-            if every is not None and done % every == 0 and tier not in tiers:
-                tiers.append(tier)
-        if TierName.SHARED in tiers and options.local is not None and options.every_local is None:
-            tiers.append(TierName.LOCAL)
-        if TierName.SHARED in tiers and options.remote is not None and options.every_remote is None:
-            tiers.append(TierName.REMOTE)
-        in_memory = options.every_memory is not None and done % options.every_memory == 0
-        if (tiers or in_memory) and TierName.MEMORY not in tiers:
-            tiers.insert(0, TierName.MEMORY)
-        return tuple(dict.fromkeys(tiers))
+        arena = self._arena
+        tiers = set(tiers_at(self._options, step))
+        wanted = arena.control.wanted() if arena is not None and self._is_ordered else None
+        if wanted is not None and wanted.serial != self._order_seen and wanted.step <= step:
+            self._order_seen = wanted.serial
+            if wanted.step == step:
+                tiers |= wanted.tiers
+            else:
+                self._miss(wanted.step)
+        return tuple(sorted(tiers, key=_NEAREST.__getitem__))
 
     def _miss(self, step: int) -> None:
         """The order came after its step: the other ranks need not wait for this one's part."""
@@ -425,8 +421,10 @@ class Checkpointer:
     def _is_due_directly(self, step: int) -> bool:
         """Without a saver: steps are counted; for times rank 0's clock decides, agreed every few steps."""
         every = self._options.every
+        if tiers_at(self._options, step) & {TierName.SHARED, TierName.LOCAL, TierName.REMOTE}:
+            return True
         if every.steps is not None:
-            return (step + 1) % every.steps == 0
+            return False
         if (step + 1) % _DIRECT_ASK_EVERY != 0:
             return False
         wanted_s = every.seconds if every.seconds is not None else self._writer().auto_interval_s
@@ -451,7 +449,7 @@ class Checkpointer:
                 self._link = None
             if self._link is None:
                 return self._save_directly(step, generation)
-            wanted = (TierName.MEMORY, TierName.SHARED) if tiers is None else tuple(tiers)
+            wanted = self._all_tiers if tiers is None else tuple(tiers)
             return self._save_in_memory(step, generation, wanted)
 
     def _next_generation(self, step: int) -> int:

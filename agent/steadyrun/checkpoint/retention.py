@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from steadyrun.checkpoint.catalog import BusyError, Listed, hold, look
 __all__ = ["LEAST_KEPT", "Keep", "Pruned", "apply", "prune", "to_remove"]
 
 LEAST_KEPT: Final = 2
+_YOUNG_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,10 @@ def to_remove(
 ) -> tuple[Listed, ...]:
     """Those of *listed* that can go, oldest first.
 
-    Kept are: the *keep* newest complete ones (two at least), multiples of *keep_every*, the newest verified one,
-    whatever is pinned or in use, everything unsure, and every unfinished or damaged one that is newer than the newest
-    complete one. Checkpoints that were set aside by a rollback or are quarantined do not count as kept ones, and go
-    only when *keep* good ones newer than them are there.
+    Kept are: the *keep* newest complete ones (two at least), those after every *keep_every* steps, the newest verified
+    one, whatever is pinned or in use, everything unsure, and every unfinished or damaged one that is newer than the
+    newest complete one. Checkpoints that were set aside by a rollback or are quarantined do not count as kept ones, and
+    go only when *keep* good ones newer than them are there.
 
     Args:
         listed: checkpoints and partials, in any order.
@@ -67,7 +69,9 @@ def to_remove(
     for candidates in (good, newest_first):
         staying.update(c.path for c in [c for c in candidates if c.is_verified][:1])
     if keep_every is not None:
-        staying.update(c.path for c in newest_first if c.step % keep_every == 0 and not c.name.is_partial)
+        # Scripts count steps from 0 and save after every N of them; frameworks name folders by the steps done.
+        numbers = (0, keep_every - 1)
+        staying.update(c.path for c in newest_first if c.step % keep_every in numbers and not c.name.is_partial)
     out = [
         c
         for i, c in enumerate(newest_first)
@@ -132,7 +136,8 @@ def prune(
     """
     catalog = look(root)
     listed = (*catalog.checkpoints, *catalog.partials)
-    removals = to_remove(listed, keep.newest, keep.every_steps, in_use, pinned, quarantined)
+    live = {*in_use, *(p.path for p in catalog.partials if _is_young(p.path))}
+    removals = to_remove(listed, keep.newest, keep.every_steps, live, pinned, quarantined)
     pruned = apply(removals, remove)
     if catalog.trash:
         try:
@@ -141,3 +146,14 @@ def prune(
             why = f"cannot remove what an earlier removal left in {root}: {e.strerror or e}"
             return Pruned(pruned.removed, (*pruned.failed, (root, why)))
     return pruned
+
+
+def _is_young(partial: Path) -> bool:
+    """Somebody may be writing into it, of whom the caller does not know: its next save, or another job.
+
+    After going back to an older step, a live save is older by its number than checkpoints that are there.
+    """
+    try:
+        return time.time() - partial.stat().st_mtime < _YOUNG_S
+    except OSError:
+        return False
