@@ -246,8 +246,8 @@ class Cluster:
         self.nodes = [Node(self, f"n{i}", i) for i in range(nodes)]
 
     # -- attempts ------------------------------------------------------------------------------------------------------
-    def begin(self, attempt: int, first: int = 0) -> None:
-        """A new attempt, with node *first* as group rank 0; its ranks start."""
+    def begin(self, attempt: int, first: int = 0, unheard: int = 0) -> None:
+        """A new attempt, with node *first* as group rank 0, which hears the others late; its ranks start."""
         self.to_one.clear()
         self.to_all.clear()
         count = len(self.nodes)
@@ -259,6 +259,10 @@ class Cluster:
             node.binding = e.Binding(attempt, count, group_rank, count, (node.rank.rank,), "h", 1)
         for i in order:
             self.nodes[i].feed(e.AttemptBegan(self.nodes[i].binding))  # type: ignore[arg-type]
+        if unheard:
+            for _ in range(min(unheard, len(self.to_one))):
+                self.to_one.popleft()
+            self.coordinate(o.ExchangeBack())
         for node in self.nodes:
             node.start_rank()
 
@@ -326,6 +330,7 @@ class Cluster:
                 self.to_all[node.name] = deque()
                 node.feed(e.ExchangeLost("gone"))
                 node.feed(e.ExchangeBound(node.binding.attempt))
+        self.coordinate(o.ExchangeBack())
 
     # -- time ----------------------------------------------------------------------------------------------------------
     def deliver_all(self) -> None:
@@ -608,7 +613,8 @@ def test_any_order_of_events_ends_with_every_save_resolved_and_nothing_held(data
             cluster.lose()
         elif action == "attempt":
             attempt += 1
-            cluster.begin(attempt, data.draw(st.integers(0, nodes - 1), "first"))
+            first, unheard = data.draw(st.integers(0, nodes - 1), "first"), data.draw(st.integers(0, 6), "unheard")
+            cluster.begin(attempt, first, unheard)
         else:
             cluster.pass_time(data.draw(st.sampled_from([0.1, 7.0, 70.0]), "seconds"))
     for node in cluster.nodes:
@@ -662,7 +668,7 @@ def test_a_save_that_all_ranks_finished_is_durable_although_everybody_dies_once(
     for node in cluster.nodes:
         if not node.is_up:
             node.restart()
-    cluster.begin(1, data.draw(st.integers(0, nodes - 1), "first"))
+    cluster.begin(1, data.draw(st.integers(0, nodes - 1), "first"), data.draw(st.integers(0, 6), "unheard"))
     cluster.pass_time(60.0)
     assert key in cluster.committed
     assert cluster.holds() == 0

@@ -34,6 +34,7 @@ from steadyrun.checkpoint.saver.orders import (
     CoordinatorCommand,
     CoordinatorEvent,
     CopyRemote,
+    ExchangeBack,
     FetchRemote,
     FolderCommitted,
     FolderOpened,
@@ -186,7 +187,8 @@ class Coordinator:
         self._republished: set[int] = set()
         self._rank_nodes: dict[int, int] = {}
         self._heard_s: dict[int, float] = {}
-        self._began_s = 0.0
+        self._began_s = self._called_s = 0.0
+        self._call, self._calls = "", 0
         self._beat_s = -inf
         self._repeat_s = inf
         self._looked_s = -inf
@@ -240,7 +242,7 @@ class Coordinator:
             at_s += [self._heard_s.get(n, self._began_s) + self._limits.silence for n in self._other_nodes()]
             at_s.append(self._beat_s + self._limits.beat)
         if self._is_republishing:
-            at_s.append(self._began_s + self._limits.republish)
+            at_s.append(self._called_s + self._limits.republish)
         at_s += [
             q.since_s + self._limits.restore_wait
             for q in self._questions.values()
@@ -286,7 +288,7 @@ class Coordinator:
             case m.PlanAskedTold():
                 self._tell_plan(event.plan_id)
             case m.RankGoneTold():
-                self._on_gone(event, now_s)
+                self._on_gone(event)
             case m.RestoreTold():
                 self._on_restore(event, now_s)
             case m.PeerTold():
@@ -311,10 +313,9 @@ class Coordinator:
                 self._adopt(event.resolved, now_s)
             case m.RepublishedTold():
                 if event.attempt == self._attempt.number:
-                    self._republished.add(event.node)
-                    self._rank_nodes.update(dict.fromkeys(event.ranks, event.node))
-                    self._heard_s[event.node] = now_s
-                    self._repeat_s = min(self._repeat_s, now_s + self._limits.repeat)
+                    self._on_republished(event, now_s)
+            case ExchangeBack():
+                self._call_all(now_s)
             case m.BeatTold():
                 self._heard_s[event.node] = now_s
             case PlanMade():
@@ -349,7 +350,6 @@ class Coordinator:
             del self._attempts[old]
         self._nodes, self._rollback = event.nodes, event.rollback
         self._began_s = now_s
-        self._republished.clear()
         self._rank_nodes.clear()
         self._heard_s.clear()
         self._steps.clear()
@@ -359,7 +359,25 @@ class Coordinator:
         self._agreed = {k: v for k, v in self._agreed.items() if k[0] >= event.attempt}
         if self.schedule is not None:
             self.schedule.attempt_started(now_s)
-        self._out.append(Tell(m.WhoIsThere()))
+        self._call_all(now_s)
+
+    def _call_all(self, now_s: float) -> None:
+        """Ask all nodes for what is not resolved: what was said before may be lost, or be heard in part."""
+        self._calls += 1
+        self._call, self._called_s = f"{self._name}.{self._calls}", now_s
+        self._republished.clear()
+        self._out.append(Tell(m.WhoIsThere(self._call)))
+
+    def _on_republished(self, event: m.RepublishedTold, now_s: float) -> None:
+        self._rank_nodes.update(dict.fromkeys(event.ranks, event.node))
+        self._heard_s[event.node] = now_s
+        self._repeat_s = min(self._repeat_s, now_s + self._limits.repeat)
+        if event.call == self._call:
+            self._republished.add(event.node)
+        else:
+            # It has come, or come again, by itself: the beginning of what it said may have been missed.
+            self._republished.discard(event.node)
+            self._out.append(Tell(m.WhoIsThere(self._call, event.node)))
 
     # -- layouts -------------------------------------------------------------------------------------------------------
     def _on_layout(self, event: m.LayoutTold) -> None:
@@ -468,9 +486,6 @@ class Coordinator:
                 save.phase = Phase.QUEUED  # a saver that was started again wants it on disk
             return
         if save.missing():
-            dead = sorted(self._of(event.key.attempt).gone.intersection(save.missing()))
-            if dead:
-                self._skip_without(save, dead, now_s)
             return
         save.staged_s = now_s
         self._out.append(Tell(m.InMemory(event.key)))
@@ -497,12 +512,24 @@ class Coordinator:
         who = _ranks(ranks) if ranks else "a rank"
         self._resolve(save, SaveState.SKIPPED, now_s, f"{who} did not take part")
 
-    def _on_gone(self, event: m.RankGoneTold, now_s: float) -> None:
+    def _on_gone(self, event: m.RankGoneTold) -> None:
         self._of(event.attempt).gone.add(event.rank)
-        for save in list(self._saves.values()):
-            if save.phase is Phase.GATHERING and save.key.attempt == event.attempt and event.rank not in save.digests:
-                why = f"rank {event.rank} ended before its part was in memory"
-                self._resolve(save, SaveState.SKIPPED, now_s, why)
+
+    def _skip_dead(self, save: _Save, now_s: float) -> None:
+        """A save that will never be whole, because ranks are dead whose part would have been told by now."""
+        missing = save.missing()
+        if save.key.attempt < self._attempt.number:
+            is_told = self._has_all_told or now_s >= self._called_s + self._limits.republish
+            dead = missing if is_told else []
+        else:
+            gone = self._of(save.key.attempt).gone
+            dead = [r for r in missing if r in gone and self._rank_nodes.get(r) in self._republished]
+        if dead:
+            self._resolve(save, SaveState.SKIPPED, now_s, f"{_ranks(dead)} ended before its part was in memory")
+
+    @property
+    def _has_all_told(self) -> bool:
+        return self._republished >= set(range(self._nodes))
 
     # -- writing -------------------------------------------------------------------------------------------------------
     def _start_next(self, now_s: float) -> None:
@@ -682,7 +709,7 @@ class Coordinator:
 
     @property
     def _is_republishing(self) -> bool:
-        return len(self._republished) < self._nodes and any(
+        return not self._has_all_told and any(
             s.phase is Phase.GATHERING and s.key.attempt < self._attempt.number for s in self._saves.values()
         )
 
@@ -722,12 +749,8 @@ class Coordinator:
         for save in [s for s in self._saves.values() if s.phase is Phase.QUEUED and not s.plan_id]:
             if now_s >= save.staged_s + self._limits.staging:
                 self._fail(save.key, "plan", "the layouts of its ranks are not known", now_s)
-        has_all = len(self._republished) >= self._nodes or now_s >= self._began_s + self._limits.republish
-        for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING]:
-            # Ranks of an earlier attempt are dead: what is not in memory by now never will be.
-            if has_all and save.key.attempt < self._attempt.number:
-                why = f"{_ranks(save.missing())} ended before its part was in memory"
-                self._resolve(save, SaveState.SKIPPED, now_s, why)
+        for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING and s.world_size]:
+            self._skip_dead(save, now_s)
         if not self._waiting_for_nodes():
             return
         if now_s >= self._beat_s + self._limits.beat:

@@ -169,6 +169,7 @@ class SaverMachine:
         self._limits = limits or NodeLimits()
         self._binding: Binding | None = None
         self._is_bound = False
+        self._call = ""  # the newest that was heard
         self._unbound_s = 0.0
         self._ranks: dict[tuple[int, int], _Rank] = {}
         self._arenas: dict[int, _ArenaState] = {}
@@ -346,8 +347,7 @@ class SaverMachine:
     def _hear(self, message: m.ToAll, now_s: float) -> None:
         match message:
             case m.WhoIsThere():
-                if not message.is_beat and self._is_bound:
-                    self._republish()
+                self._on_called(message)
             case m.Granted():
                 self._on_granted(message)
             case m.PlanTold():
@@ -383,6 +383,13 @@ class SaverMachine:
                 self._on_flushed(message)
             case _:
                 assert_never(message)
+
+    def _on_called(self, message: m.WhoIsThere) -> None:
+        if message.is_beat or self._binding is None or message.node not in (None, self._binding.group_rank):
+            return
+        self._call = message.call
+        if self._is_bound:
+            self._republish()
 
     def _post(self, message: m.FromNode) -> None:
         """To the coordinator; what is lost while there is none is said again once there is."""
@@ -1009,7 +1016,7 @@ class SaverMachine:
             self._local, self._is_listing_local, self._partner = None, False, None
             self._fetching.clear()
             self._checking.clear()
-        self._is_bound, self._unbound_s = False, now_s
+        self._is_bound, self._unbound_s, self._call = False, now_s, ""
         self._out.append(Bind(binding))
         self._serve_peers()
         for arena in self._arenas.values():
@@ -1060,7 +1067,7 @@ class SaverMachine:
             self._post(flush)
         for rank_number in sorted(self._started):
             self._post(m.StartedTold(binding.attempt, rank_number, -1))
-        self._post(m.RepublishedTold(binding.attempt, binding.group_rank, binding.ranks))
+        self._post(m.RepublishedTold(binding.attempt, binding.group_rank, binding.ranks, self._call))
 
 
 def rejections(raw: Sequence[Any]) -> tuple[Rejected, ...]:

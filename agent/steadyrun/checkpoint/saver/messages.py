@@ -241,11 +241,12 @@ class ResolvedTold(NamedTuple):
 
 
 class RepublishedTold(NamedTuple):
-    """A node has told everything that it knows of earlier attempts, and which ranks it runs now."""
+    """A node has told everything that is not resolved, and which ranks it runs; see ``WhoIsThere``."""
 
     attempt: int
     node: int
     ranks: tuple[int, ...]
+    call: str
 
 
 class BeatTold(NamedTuple):
@@ -257,8 +258,17 @@ class BeatTold(NamedTuple):
 
 # -- from the coordinator to all ---------------------------------------------------------------------------------------
 class WhoIsThere(NamedTuple):
-    """The coordinator has started (again): tell it what is not resolved. Also its beat, with *is_beat*."""
+    """The coordinator has started, or may have missed something: tell it what is not resolved.
 
+    Attributes:
+        call: another word for every such question; ``RepublishedTold`` repeats it, so that the coordinator knows that
+            it has heard all of an answer.
+        node: whom it asks; None: all.
+        is_beat: only a sign of life; nothing is asked.
+    """
+
+    call: str = ""
+    node: int | None = None
     is_beat: bool = False
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "CoordinatorCommand",
     "CoordinatorEvent",
     "CopyRemote",
+    "ExchangeBack",
     "FetchRemote",
     "FolderCommitted",
     "FolderOpened",
@@ -57,6 +58,10 @@ class Began(NamedTuple):
     world_size: int
     nodes: int
     rollback: Mapping[str, Any] | None = None
+
+
+class ExchangeBack(NamedTuple):
+    """Messages of other nodes come through (again); some may be lost."""
 
 
 class PlanMade(NamedTuple):
@@ -140,6 +145,7 @@ class Tick(NamedTuple):
 CoordinatorEvent = (
     m.FromNode
     | Began
+    | ExchangeBack
     | PlanMade
     | FolderOpened
     | FolderRefused

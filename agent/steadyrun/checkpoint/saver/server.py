@@ -862,7 +862,7 @@ class Server:
         if self._coordinator is None:
             self._node_event(e.ExchangeBound(event.attempt))
         else:
-            self._exchange.post(m.WhoIsThere())
+            self._coordinator_event(o.ExchangeBack())
 
     def _on_heard(self, message: m.FromNode | m.ToAll) -> None:
         """From another node; what is for the other side of a conversation that has changed sides is dropped."""
