@@ -664,9 +664,16 @@ class Checkpointer:
     def _load_from_memory(self, choice: Mapping[str, Any]) -> list[str]:
         link = self._link
         assert link is not None
-        text = choice.get("layout")
-        notes = self._state.prepare_to_load(None if text is None else Saved.from_layout(Layout.from_json(text)))
+        notes = self._state.prepare_to_load()
         captured = self._state.capture()
+        text = choice.get("layout")
+        held = None if text is None else Layout.from_json(text)
+        if held is not None and held.digest() != captured.layout.digest():
+            # An optimizer whose state cannot be foreseen; what the snapshot holds says what it had. Not the other way
+            # round: of a parameter without elements on this rank the snapshot holds nothing.
+            self._state.cancel_load()
+            notes = self._state.prepare_to_load(Saved.from_layout(held))
+            captured = self._state.capture()
         if self._layout is None:
             self._ask_for_memory(captured, 0)
         self._take_memory(_ARENA_LIMIT_S)
