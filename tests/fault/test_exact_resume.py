@@ -46,7 +46,9 @@ def reference(start: JobStarter, done: dict[str, Job], form: str, tmp_path: Path
 
 
 @pytest.mark.deadline(600)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["ddp", "fsdp2", *(pytest.param(form, marks=pytest.mark.slow) for form in ("hsdp", "tpdp"))]
+)
 def test_losses_after_a_kill_are_bitwise_those_of_an_undisturbed_run(
     start: JobStarter, undisturbed: dict[str, Job], form: str, tmp_path: Path
 ) -> None:
@@ -79,6 +81,7 @@ def test_losses_after_a_kill_are_bitwise_those_of_an_undisturbed_run(
     assert seen == expected, f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.deadline(600)
 def test_another_number_of_ranks_goes_on_within_float_tolerance(start: JobStarter, tmp_path: Path) -> None:
     """FSDP2 on 4 ranks, then 2, then 3; every rank sees the same batch, so that the losses are comparable."""

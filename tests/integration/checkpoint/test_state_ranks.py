@@ -35,7 +35,8 @@ RESUMED = (
 )
 MOVED = ("ddp.adamw.plain", "fsdp1.adamw.plain", "fsdp2.adamw.plain", "tp.sgd.plain", "fsdp2.counting.plain")
 
-pytestmark = pytest.mark.deadline(1000)
+# Ten kinds of parallelism on four ranks take minutes; tests/fault/test_exact_resume.py has the main ones in every run.
+pytestmark = [pytest.mark.slow, pytest.mark.deadline(1000)]
 
 Results = list[Mapping[str, Any]]
 
