@@ -208,6 +208,23 @@ class SaverLink:
                 if fields["generation"] == record.generation:
                     del self._sent.staged[slot]
 
+    def _listen(self, limit_s: float) -> None:
+        """Take the next message, or wait for a saver that is away; *limit_s* and half a second at most."""
+        limit_s = min(max(limit_s, 0.001), 0.5)
+        if self._wire is None:
+            time.sleep(min(limit_s, 0.05))
+            return
+        try:
+            self._wire.settimeout(limit_s)
+            self._take(self._wire.receive())
+        except TimeoutError:
+            return
+        except WireClosedError:
+            self._lose()
+        finally:
+            if self._wire is not None:
+                self._wire.settimeout(_SEND_LIMIT_S)
+
     def ask(self, answer: str, limit_s: float, op: str | None = None, **fields: Any) -> dict[str, Any]:
         """Send *op*, if given, and wait for *answer*; a saver that is started again meanwhile is asked again.
 
@@ -225,19 +242,7 @@ class SaverLink:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise SaverGoneError(f"the saver did not answer {op or answer!r} within {limit_s:.0f} s")
-            if self._wire is None:
-                time.sleep(min(_AGAIN_S, left_s))
-                continue
-            try:
-                self._wire.settimeout(min(left_s, 1.0))
-                self._take(self._wire.receive())
-            except TimeoutError:
-                continue
-            except WireClosedError:
-                self._lose()
-            finally:
-                if self._wire is not None:
-                    self._wire.settimeout(_SEND_LIMIT_S)
+            self._listen(left_s)
 
     # -- memory --------------------------------------------------------------------------------------------------------
     def send_layout(self, layout: Layout, blob_bytes: int) -> None:
@@ -250,20 +255,8 @@ class SaverLink:
         deadline_s = time.monotonic() + wait_s
         self.poll()
         while not self._granted and time.monotonic() < deadline_s:
-            if self._wire is None:
-                time.sleep(0.02)
-                self.poll()
-                continue
-            try:
-                self._wire.settimeout(max(min(deadline_s - time.monotonic(), 0.5), 0.001))
-                self._take(self._wire.receive())
-            except TimeoutError:
-                continue
-            except WireClosedError:
-                self._lose()
-            finally:
-                if self._wire is not None:
-                    self._wire.settimeout(_SEND_LIMIT_S)
+            self._listen(deadline_s - time.monotonic())
+            self.poll()
         if not self._granted:
             return None
         newest = self._granted.pop()
@@ -311,19 +304,7 @@ class SaverLink:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or self.is_given_up:
                 return False
-            if self._wire is None:
-                time.sleep(min(0.05, left_s))
-                continue
-            try:
-                self._wire.settimeout(min(left_s, 0.5))
-                self._take(self._wire.receive())
-            except TimeoutError:
-                continue
-            except WireClosedError:
-                self._lose()
-            finally:
-                if self._wire is not None:
-                    self._wire.settimeout(_SEND_LIMIT_S)
+            self._listen(left_s)
 
     def close(self) -> None:
         if self._wire is not None:
