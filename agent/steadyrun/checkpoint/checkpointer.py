@@ -333,33 +333,35 @@ class Checkpointer:
             os.close(granted.fd)
             self._refused = str(e)
             return
-        self._copier = Copier(self._arena, self._state.device_type)
+        if self._state.device_type == "cpu":
+            self._copier = Copier(self._arena)
         if not self._is_resuming:  # what is read first is mapped by the reading
             self._prefault()
 
     def _prefault(self) -> None:
-        """Map the memory while training goes on, so that the first save does not wait for its pages."""
+        """Map the memory while training goes on, and pin it for a device, so that the first save waits for neither."""
         arena = self._arena
-        if arena is None:
+        if arena is None or self._prefaulting is not None:
             return
 
         def work() -> None:
             with contextlib.suppress(ArenaError):  # too little memory shows at the save, which then says so
-                arena.prefault()
+                if arena.prefault(lambda: self._arena is not arena) and self._copier is None:
+                    self._copier = Copier(arena, self._state.device_type)
 
         self._prefaulting = threading.Thread(target=work, name="steadyrun-prefault", daemon=True)
         self._prefaulting.start()
 
     def _drop_memory(self) -> None:
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        arena, self._arena = self._arena, None
         if self._prefaulting is not None:
             self._prefaulting.join()  # it looks every few milliseconds whether the memory is still wanted
             self._prefaulting = None
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        if arena is not None:
+            arena.close()
 
     # -- steps and saves -----------------------------------------------------------------------------------------------
     def step(self, step: int) -> SaveHandle | None:
@@ -500,6 +502,8 @@ class Checkpointer:
 
     def _fill(self, captured: Captured, blobs: Sequence[bytes], record: SaveRecord) -> str:
         """Copy the state into a slot; why not, where that is not possible."""
+        if self._copier is None and self._prefaulting is not None:
+            self._prefaulting.join()  # a save right at the start
         arena, copier = self._arena, self._copier
         if arena is None or copier is None:
             return self._refused or "the saver has not given snapshot memory yet"
@@ -677,8 +681,8 @@ class Checkpointer:
         if self._layout is None:
             self._ask_for_memory(captured, 0)
         self._take_memory(_ARENA_LIMIT_S)
-        arena, copier = self._arena, self._copier
-        if arena is None or copier is None:
+        arena = self._arena
+        if arena is None:
             raise SteadyrunError("the saver has not handed out the snapshot memory")
         if arena.layout.digest() != captured.layout.digest():
             raise SteadyrunError("the state is laid out differently now (another model, or another optimizer)")
@@ -689,7 +693,8 @@ class Checkpointer:
         if view.state is not SlotState.SEALED or view.step != int(choice["step"]):
             raise SteadyrunError(f"the snapshot is of step {view.step} by now")
         blobs = [bytes(blob) for blob in slot.blobs()]
-        copier.copy_out(slot, self._state.targets())
+        with Copier(arena) as copier:  # memory is pinned later, in the background
+            copier.copy_out(slot, self._state.targets())
         for other in arena.slots:
             seen = other.view()
             if (seen.attempt, seen.generation) > (view.attempt, view.generation) and not arena.control.is_busy(
