@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedReport"]
 
-_WORTH_PRELOADING = ("torch", "numpy")
+_WORTH_PRELOADING = ("torch", "numpy", "xxhash", "isal")
+_OURS = "steadyrun.checkpoint."  # of a script that uses the checkpointer: what its resume would import first
 
 
 class LoadedReport:
-    """Modules of torch and numpy that the rank has imported, and the variables its script changed before torch.
+    """Modules worth preloading that the rank has imported, and the variables that its script changed before torch.
 
     Args:
         path: where to write.
@@ -54,12 +55,12 @@ class LoadedReport:
 
 
 def preloadable() -> list[str]:
-    """Imported modules of torch and numpy that an import statement would find again, in the order of their import."""
+    """Imported modules of these packages that an import statement would find again, in the order of their import."""
     names = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if (
-            name.partition(".")[0] in _WORTH_PRELOADING
+            (name.partition(".")[0] in _WORTH_PRELOADING or name.startswith(_OURS))
             and getattr(spec, "name", None) == name
             and getattr(spec, "has_location", False)
         ):
