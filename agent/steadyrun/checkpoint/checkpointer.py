@@ -14,7 +14,6 @@ and ``save`` returns when they are durable.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import io
 import os
 import re
@@ -36,7 +35,8 @@ from steadyrun.checkpoint.client import Granted, SaveRecord, SaverGoneError, Sav
 from steadyrun.checkpoint.copying import Copier
 from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gather_over
 from steadyrun.checkpoint.layout import Layout
-from steadyrun.checkpoint.reading import Reader, load_folder
+from steadyrun.checkpoint.manifest import installed_version
+from steadyrun.checkpoint.reading import Reader, load_from
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName, parse_every
 from steadyrun.checkpoint.schedule import tiers_at
 from steadyrun.checkpoint.state import Captured, Saved, State
@@ -248,8 +248,6 @@ class Checkpointer:
         self._last_step: int | None = None
         self._steps_seen = 0
         self._is_closed = False
-        self._resumed_at: int | None = None
-        self._direct_due: dict[int, bool] = {}
         self._direct_saved_s = time.monotonic()
         self._checkpointing = watch.section("checkpointing")
         self.resumed_from = ""
@@ -298,7 +296,7 @@ class Checkpointer:
             "covered": list(self._state.covered),
             "not_covered": list(self._state.not_covered),
             "torch": str(torch.__version__),
-            "steadyrun": _version(),
+            "steadyrun": installed_version("steadyrun"),
             "skipped": [list(s) for s in self.skipped],
             "state_bytes": layout.state_bytes,
         }
@@ -607,7 +605,6 @@ class Checkpointer:
                 "look with `steadyctl ckpt verify`; to begin anew, give another folder or move these away"
             )
         self.resumed_from = "no checkpoint: starting at step 0"
-        self._resumed_at = 0
         self._say_coverage()
         if self._link is not None:
             self._link.tell("started", step=0)
@@ -618,7 +615,6 @@ class Checkpointer:
             str(choice["source"]), choice.get("path")
         )
         self.resumed_from = f"step {step} from {where} in {seconds:.2f} s"
-        self._resumed_at = step + 1
         for refused in choice.get("rejected") or ():
             self._say(f"not used: step {refused[1]} ({refused[0]}): {refused[2]}")
         self._say(f"resumed after {self.resumed_from}")
@@ -710,7 +706,7 @@ class Checkpointer:
         reader.check_objects(range(self._rank, world_size, self._world_size))
         notes = self._state.prepare_to_load(Saved.from_metadata(reader.metadata, world_size))
         wanted = self._state.load_plan_state_dict()
-        loaded = load_folder(folder, wanted)
+        loaded = load_from(reader, wanted)
         return [*notes, *loaded.notes, *self._state.apply_loaded(wanted, world_size, step)]
 
     def _gather(self, value: T) -> list[T]:
@@ -791,13 +787,6 @@ class Checkpointer:
         if self._said.get(topic) != reason:
             self._said[topic] = reason
             self._say(text)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("steadyrun")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _unpickle(blob: bytes) -> Any:

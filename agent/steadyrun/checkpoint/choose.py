@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from steadyrun.checkpoint.saves import TierName
+from steadyrun.checkpoint.saves import TierName, rank_words
 
 __all__ = [
     "ANY_FOLDER",
@@ -226,7 +226,7 @@ def _chosen(best: _Candidate, refused: Sequence[Refused], rollback_to: int | Non
     elif best.tier is TierName.PEER:
         source = Source.PEER
         ranks = [rank for rank, tier in best.tiers.items() if tier is TierName.PEER]
-        where = f"from memory, {_ranks(ranks)} from the memory of the partner node"
+        where = f"from memory, {rank_words(ranks)} from the memory of the partner node"
     else:
         source, where = Source.FOLDER, f"from {best.path}"
     newest = "the newest that all ranks can get"
@@ -263,7 +263,7 @@ def _from_memory(offers: Mapping[int, Offer], rejected: Sequence[Rejected]) -> l
             else:
                 lacking.setdefault(why_not, []).append(rank)
         farthest = max(tiers.values(), key=_NEAREST.__getitem__, default=TierName.MEMORY)
-        why_not = "; ".join(f"{_ranks(ranks)}: {reason}" for reason, ranks in lacking.items())
+        why_not = "; ".join(f"{rank_words(ranks)}: {reason}" for reason, ranks in lacking.items())
         out.append(_Candidate(farthest, step, attempt, why_not, generation, tiers=tiers, saved_unix_s=saved_unix_s))
     return out
 
@@ -341,11 +341,4 @@ def _folder_refusal(everybody: frozenset[int], same: Sequence[FolderOffer], reje
     for f in same:
         readers |= everybody if f.ranks is None else f.ranks
     missing = sorted(everybody - readers)
-    return f"{_ranks(missing)}: cannot be read there" if missing else ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 1, 2``, and no more than 8 of them."""
-    shown = ", ".join(str(r) for r in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+    return f"{rank_words(missing)}: cannot be read there" if missing else ""

@@ -24,7 +24,7 @@ from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.interval import prior_mtbf_s, young_interval_s
 from steadyrun.checkpoint.layout import Entry, Layout
 from steadyrun.checkpoint.manifest import Manifest
-from steadyrun.checkpoint.planning import Part, Plan, plan
+from steadyrun.checkpoint.planning import Part, Plan, plan, unequal_replicas
 from steadyrun.checkpoint.retention import Keep, prune
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
 from steadyrun.checkpoint.shardfile import RateLimit, WriteOptions, Written, write_rank_files
@@ -200,19 +200,12 @@ class DirectWriter:
             if vote.written is None:
                 return f"rank {rank}: {vote.why}"
         assert self._plan is not None
-        for group, ranks in enumerate(self._plan.groups):
-            digests: dict[str, list[int]] = {}
-            for rank in ranks:
-                written = votes[rank].written
-                assert written is not None
-                digests.setdefault(written.replica_digests.get(group, ""), []).append(rank)
-            if len(digests) > 1:
-                sides = sorted(digests.values(), key=len)
-                text = f"what should be equal on ranks {list(ranks)} is not: {' / '.join(str(s) for s in sides)} differ"
-                if self._options.refuse_unequal_replicas:
-                    return text
-                self._say(text)
-        return ""
+        digests = {r: v.written.replica_digests for r, v in enumerate(votes) if v.written is not None}
+        text = unequal_replicas(self._plan, digests)
+        if text and not self._options.refuse_unequal_replicas:
+            self._say(text)
+            return ""
+        return text
 
     def _commit(self, step: int, partial: Path, layout: Layout, votes: Sequence[_Vote]) -> None:
         assert self._plan is not None

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from steadyrun.checkpoint.contents import DTYPE_BITS
 from steadyrun.checkpoint.envelope import is_storable
 from steadyrun.checkpoint.layout import ALIGN_BYTES, RANK_PREFIX, Entry, Layout, PathItem
+from steadyrun.checkpoint.saves import rank_words
 from steadyrun.core.errors import SteadyrunError
 
-__all__ = ["Box", "Part", "Plan", "PlanError", "PlannedTensor", "plan"]
+__all__ = ["Box", "Part", "Plan", "PlanError", "PlannedTensor", "plan", "unequal_replicas"]
 
 # offsets and sizes of a shard, in elements
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -390,3 +391,24 @@ def _swept(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
                 return other, box
         active.append(box)
     return None
+
+
+def unequal_replicas(plan: Plan, digests: Mapping[int, Mapping[int, str]]) -> str:
+    """What differs that should be equal, and on which ranks; empty when nothing does.
+
+    Args:
+        digests: by rank, then by group of the plan.
+    """
+    for group, ranks in enumerate(plan.groups):
+        sides: dict[str, list[int]] = {}
+        for rank in ranks:
+            sides.setdefault(digests[rank].get(group, ""), []).append(rank)
+        if len(sides) < 2:
+            continue
+        by_size = sorted(sides.values(), key=len)
+        everybody = rank_words(ranks)
+        if len(by_size[-1]) > len(by_size[-2]) and len(ranks) >= 3:
+            odd = sorted(r for side in by_size[:-1] for r in side)
+            return f"the replicas on {everybody} are not equal: {rank_words(odd)} differs from the others"
+        return f"the replicas on {everybody} are not equal: {' and '.join(rank_words(side) for side in by_size)} differ"
+    return ""

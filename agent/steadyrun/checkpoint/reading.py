@@ -65,6 +65,7 @@ __all__ = [
     "UntrustedObjectError",
     "iter_tensors",
     "load_folder",
+    "load_from",
     "load_objects",
     "read_tensor",
 ]
@@ -128,8 +129,12 @@ def load_folder(
         UntrustedObjectError: an object needs *trust*.
         ValueError: a tensor has another shape in the checkpoint.
     """
+    return load_from(Reader(folder, verify=verify, trust=trust, threads=threads), state_dict, strict=strict)
+
+
+def load_from(reader: Reader, state_dict: dict[str, Any], *, strict: bool = True) -> Loaded:
+    """``load_folder`` with a reader that has looked into the folder already; it raises the same."""
     started_s = time.monotonic()
-    reader = Reader(folder, verify=verify, trust=trust, threads=threads)
     states = {k: v.state_dict() if _is_stateful(v) else v for k, v in state_dict.items()}
     missing = _load(reader, _Planner(reader, strict), states)
     for key, value in state_dict.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CheckpointOptions", "Every", "SaveState", "TierName", "parse_every"]
+__all__ = ["CheckpointOptions", "Every", "SaveState", "TierName", "parse_every", "rank_words"]
 
 
 class SaveState(enum.Enum):
@@ -29,6 +29,13 @@ class TierName(enum.Enum):
     LOCAL = "local"
     SHARED = "shared"
     REMOTE = "remote"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 1, 2``, and no more than 8 of them."""
+    shown = ", ".join(str(r) for r in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing_extensions import assert_never
 
 from steadyrun.checkpoint.choose import Choice, Offer, Refused, Rejected, Source, choose
 from steadyrun.checkpoint.layout import Layout
-from steadyrun.checkpoint.planning import Plan
+from steadyrun.checkpoint.planning import unequal_replicas
 from steadyrun.checkpoint.quarantine import Loaded
 from steadyrun.checkpoint.rollback import is_superseded, merged
 from steadyrun.checkpoint.saver import messages as m
@@ -56,7 +56,7 @@ from steadyrun.checkpoint.saver.orders import (
     Tell,
     Tick,
 )
-from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
+from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName, rank_words
 from steadyrun.checkpoint.schedule import Experience, Schedule
 from steadyrun.checkpoint.shardfile import Written
 
@@ -509,7 +509,7 @@ class Coordinator:
                 del self._saves[save.key]
 
     def _skip_without(self, save: _Save, ranks: Sequence[int], now_s: float) -> None:
-        who = _ranks(ranks) if ranks else "a rank"
+        who = rank_words(ranks) if ranks else "a rank"
         self._resolve(save, SaveState.SKIPPED, now_s, f"{who} did not take part")
 
     def _on_gone(self, event: m.RankGoneTold) -> None:
@@ -525,7 +525,7 @@ class Coordinator:
             gone = self._of(save.key.attempt).gone
             dead = [r for r in missing if r in gone and self._rank_nodes.get(r) in self._republished]
         if dead:
-            self._resolve(save, SaveState.SKIPPED, now_s, f"{_ranks(dead)} ended before its part was in memory")
+            self._resolve(save, SaveState.SKIPPED, now_s, f"{rank_words(dead)} ended before its part was in memory")
 
     @property
     def _has_all_told(self) -> bool:
@@ -603,7 +603,7 @@ class Coordinator:
         attempt = self._options_for(save)
         assert attempt is not None  # the write was ordered with its options
         assert attempt.options is not None
-        problem = unequal_replicas(made.plan, save.written)
+        problem = unequal_replicas(made.plan, {r: w.replica_digests for r, w in save.written.items()})
         if problem:
             fields = {"step": save.key.step, "attempt": save.key.attempt, "why": problem}
             self._out.append(Record("replicas_differ", fields))
@@ -743,7 +743,7 @@ class Coordinator:
             self._repeat()
         for save in [s for s in self._saves.values() if s.phase is Phase.GATHERING]:
             if now_s >= save.since_s + self._limits.staging:
-                who = _ranks(save.missing()) if save.world_size else "every rank"
+                who = rank_words(save.missing()) if save.world_size else "every rank"
                 why = f"{who} did not take part within {self._limits.staging:.0f} s"
                 self._resolve(save, SaveState.SKIPPED, now_s, why)
         for save in [s for s in self._saves.values() if s.phase is Phase.QUEUED and not s.plan_id]:
@@ -983,26 +983,3 @@ class Coordinator:
             )
         # The state of training is nowhere else now: bring the newest snapshot to safety.
         self._flushes.append(_Flush(f"failed/{event.attempt}", False, now_s + self._limits.restore_wait))
-
-
-def unequal_replicas(plan: Plan, written: Mapping[int, Written]) -> str:
-    """What differs that should be equal, and on which ranks; empty when nothing does."""
-    for group, ranks in enumerate(plan.groups):
-        sides: dict[str, list[int]] = {}
-        for rank in ranks:
-            sides.setdefault(written[rank].replica_digests.get(group, ""), []).append(rank)
-        if len(sides) < 2:
-            continue
-        by_size = sorted(sides.values(), key=len)
-        everybody = _ranks(ranks)
-        if len(by_size[-1]) > len(by_size[-2]) and len(ranks) >= 3:
-            odd = sorted(r for side in by_size[:-1] for r in side)
-            return f"the replicas on {everybody} are not equal: {_ranks(odd)} differs from the others"
-        return f"the replicas on {everybody} are not equal: {' and '.join(_ranks(side) for side in by_size)} differ"
-    return ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
