@@ -11,6 +11,7 @@ from typing import Any
 
 from steadyrun.core.board import OpenSection
 from steadyrun.core.classes import Action, FaultClass, Mode
+from steadyrun.core.flight import RankFlight, flight_from_json
 
 __all__ = [
     "Evidence",
@@ -164,6 +165,7 @@ class RankEvidence:
     suspicion: Suspicion | None = None
     log_tail: tuple[str, ...] = ()
     gpu: str | None = None
+    flight: RankFlight | None = None
     files: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -302,6 +304,7 @@ def rank_evidence_from_json(data: Mapping[str, Any]) -> RankEvidence:
             suspicion=_maybe(lambda d: Suspicion(**d), data.get("suspicion")),
             log_tail=tuple(map(str, data.get("log_tail", ()))),
             gpu=_maybe(str, data.get("gpu")),
+            flight=_maybe(flight_from_json, data.get("flight")),
             files=tuple(map(str, data.get("files", ()))),
             missing=tuple(map(str, data.get("missing", ()))),
         )

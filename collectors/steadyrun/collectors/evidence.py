@@ -22,6 +22,7 @@ from steadyrun.collectors.oom import OomWatch
 from steadyrun.collectors.process import ProcessReader
 from steadyrun.collectors.stacks import StackDump, StackRequest, find_py_spy, last_dump, py_spy_stacks
 from steadyrun.core.board import SlotView
+from steadyrun.core.flight import RankFlight
 from steadyrun.core.frames import main_stack, same_place
 from steadyrun.core.records import (
     ExceptionRecord,
@@ -86,6 +87,7 @@ class Target:
 class Contribution:
     """What a further source adds: files it wrote (names in the incident's folder) and what it could not get."""
 
+    flight: RankFlight | None = None
     files: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -286,6 +288,8 @@ class EvidenceCollector:
         def collect(draft: _Draft, deadline_s: float) -> None:
             own_s = min(time.monotonic() + source.limit_s, deadline_s)
             added = source.collect(draft.target, draft._folder, own_s)
+            if added.flight is not None:
+                draft.put(flight=added.flight)
             for name in added.files:
                 draft.add_file(name)
             for text in added.missing:
