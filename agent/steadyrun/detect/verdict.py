@@ -15,10 +15,14 @@ from typing import Final
 
 from steadyrun.core.causes import Cause, decode_cause, decode_causes
 from steadyrun.core.classes import Action, FaultClass, Mode
+from steadyrun.core.flight import FlightDetails
 from steadyrun.core.frames import Doing, activity_of, callsite, main_stack, user_frame
 from steadyrun.core.records import Evidence, ExceptionRecord, Finding, RankEvidence, Verdict
+from steadyrun.detect.collectives import DeadByLargerMessage, joined, mismatch_of_death, with_operation
 from steadyrun.detect.exits import CRASH_SIGNALS, describe_exit
 from steadyrun.detect.grouping import Place, group_ranks, name_ranks, place_of, places_sentence
+from steadyrun.detect.waits import judge_flights
+from steadyrun.detect.waits.records import FlightJudgement, RankState
 
 __all__ = ["Judgement", "judge"]
 
@@ -45,12 +49,14 @@ class Judgement:
     """Root causes in order of importance, who suffers from them, and what was not known.
 
     ``sentence`` says where all ranks were: ``3 of 4 ranks wait in all_reduce called at train.py:88; rank 1 is ...``.
+    ``flight`` is what the flight records alone say, None where there are none.
     """
 
     findings: tuple[Finding, ...]
     victims: tuple[int, ...] = ()
     missing: tuple[str, ...] = ()
     sentence: str = ""
+    flight: FlightJudgement | None = None
 
     @property
     def main(self) -> Finding:
@@ -152,25 +158,75 @@ class _Court:
         return tuple(r for r in range(self.evidence.world_size) if r not in known)
 
 
-def judge(evidence: Evidence, *, wall_minus_mono_s: float, offsets: Mapping[str, float] | None = None) -> Judgement:
+def judge(
+    evidence: Evidence,
+    *,
+    wall_minus_mono_s: float,
+    offsets: Mapping[str, float] | None = None,
+    details: FlightDetails | None = None,
+) -> Judgement:
     """Name the causes and the victims.
 
     Args:
         wall_minus_mono_s: wall time minus CLOCK_MONOTONIC on the deciding node.
         offsets: the same per node name where it is known; times of other nodes are compared through it.
+        details: single flight-recorder entries on request, where they can be had.
     """
     court = _Court(evidence, wall_minus_mono_s, offsets or {})
     court.cases = [_case(court, r) for r in sorted(evidence.ranks, key=lambda r: r.rank)]
-    findings = _by_trigger(court) or _deaths(court) or _hang(court) or _last_resort(court)
+    flight = _flight(court, details)
+    findings = (
+        _by_trigger(court)
+        or with_operation(_explained_deaths(court), flight)
+        or [_known_of(court, f) for f in joined(_hang(court), flight)]
+        or _last_resort(court, flight)
+    )
     ordered = sorted(findings, key=lambda f: (-f.confidence, f.since_unix_s or float("inf"), f.ranks))
     culprits = {r for f in ordered for r in f.ranks}
     seen = (c.evidence for c in court.cases if c.evidence.stacks or c.life is _Life.ALIVE)
     groups = group_ranks(seen, court.script)
+    victims = {*_victims(court, ordered, culprits), *(flight.victims if flight is not None else ())} - culprits
     return Judgement(
         findings=tuple(ordered),
-        victims=_victims(court, ordered, culprits),
-        missing=_missing(court),
+        victims=tuple(sorted(victims)) if ordered[0].cls is not FaultClass.HEALTHY else (),
+        missing=_missing(court, flight),
         sentence=places_sentence(groups, evidence.world_size),
+        flight=flight,
+    )
+
+
+def _flight(court: _Court, details: FlightDetails | None) -> FlightJudgement | None:
+    flights = {c.rank: c.evidence.flight for c in court.cases if c.evidence.flight is not None}
+    if not flights:
+        return None
+    states = {c.rank: _rank_state(c) for c in court.cases}
+    return judge_flights(flights, court.evidence.world_size, states, details)
+
+
+def _rank_state(case: _Case) -> RankState:
+    if case.life is _Life.DIED:
+        return RankState.DEAD
+    if case.life is _Life.FINISHED:
+        return RankState.FINISHED
+    if case.evidence.exit is not None:
+        return RankState.UNKNOWN  # ended by us: what it did before is what counts
+    if not case.state:
+        return RankState.UNKNOWN
+    return RankState.STOPPED if case.state in "Tt" else RankState.DEAD if case.state in "ZX" else RankState.ALIVE
+
+
+def _known_of(court: _Court, finding: Finding) -> Finding:
+    """With the nodes, GPUs, section and files of its ranks, where the finding does not have them."""
+    cases = [c for c in court.cases if c.rank in finding.ranks]
+    if not cases:
+        return finding
+    return replace(
+        finding,
+        nodes=finding.nodes or tuple(dict.fromkeys(c.evidence.node for c in cases if c.evidence.node)),
+        gpus=finding.gpus or tuple(dict.fromkeys(c.evidence.gpu for c in cases if c.evidence.gpu)),
+        section=finding.section or cases[0].place.section,
+        callsite=finding.callsite or cases[0].place.site,
+        evidence=finding.evidence or tuple(dict.fromkeys(f for c in cases for f in c.evidence.files)),
     )
 
 
@@ -362,9 +418,22 @@ def _death_section(case: _Case) -> str | None:
     return case.place.section
 
 
+def _explained_deaths(court: _Court) -> list[Finding]:
+    """Deaths; one by gloo's complaint about a message's size becomes the mismatch that it comes from."""
+    flights = {c.rank: c.evidence.flight for c in court.cases if c.evidence.flight is not None}
+    out = []
+    for death in _deaths(court):
+        if death.cls is FaultClass.SIZE_MISMATCH and len(death.ranks) == 1 and flights:
+            found = mismatch_of_death(DeadByLargerMessage(death.ranks[0], death.summary), flights)
+            if found is not None:
+                death = _known_of(court, found)
+        out.append(death)
+    return out
+
+
 # -- hangs -----------------------------------------------------------------------------------------------------------
 def _hang(court: _Court) -> list[Finding]:
-    alive = [c for c in court.cases if c.life is _Life.ALIVE]
+    alive = [c for c in court.cases if c.life is _Life.ALIVE and not _is_only_recorded(c)]
     if not alive:
         return []
     hard = [c for c in alive if _hard_state(c)]
@@ -382,6 +451,14 @@ def _hang(court: _Court) -> list[Finding]:
     if left:
         return _left_early(court, left, waiting)
     return _all_wait(court, waiting)
+
+
+def _is_only_recorded(case: _Case) -> bool:
+    """Nothing but its flight record is known: whether it waits is for that to say."""
+    r = case.evidence
+    if r.stacks or r.suspicion is not None or r.sections or _hard_state(case):
+        return False
+    return r.flight is not None or (r.process is None and not r.attached and not r.pid)
 
 
 def _hard_state(case: _Case) -> bool:
@@ -660,7 +737,7 @@ def _line(case: _Case) -> int:
 
 
 # -- nothing of the above --------------------------------------------------------------------------------------------
-def _last_resort(court: _Court) -> list[Finding]:
+def _last_resort(court: _Court, flight: FlightJudgement | None) -> list[Finding]:
     died = sorted((c for c in court.cases if c.life is _Life.DIED), key=lambda c: (c.at_unix_s, c.rank))
     if died:
         first = died[0]
@@ -678,6 +755,10 @@ def _last_resort(court: _Court) -> list[Finding]:
     finished = [c for c in court.cases if c.life is _Life.FINISHED]
     if finished and len(finished) == court.evidence.world_size:
         return [Finding(FaultClass.HEALTHY, (), "all ranks ended with exit code 0", 1.0)]
+    if flight is not None and flight.findings:
+        return [_known_of(court, f.finding) for f in flight.findings]
+    if flight is not None and flight.is_healthy:
+        return [Finding(FaultClass.HEALTHY, (), "no collective is in flight on any rank", 0.8)]
     if court.absent():
         text = f"{name_ranks(court.absent())} could not be asked"
         return [Finding(FaultClass.INSUFFICIENT_DATA, court.absent(), text, 0.2)]
@@ -743,8 +824,8 @@ def _victims(court: _Court, findings: Sequence[Finding], culprits: set[int]) -> 
     )
 
 
-def _missing(court: _Court) -> tuple[str, ...]:
-    texts = list(court.evidence.missing)
+def _missing(court: _Court, flight: FlightJudgement | None) -> tuple[str, ...]:
+    texts = [*court.evidence.missing, *(flight.missing if flight is not None else ())]
     per_text: dict[str, list[int]] = {}
     for case in court.cases:
         for text in case.evidence.missing:
