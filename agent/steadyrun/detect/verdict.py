@@ -755,10 +755,11 @@ def _last_resort(court: _Court, flight: FlightJudgement | None) -> list[Finding]
     finished = [c for c in court.cases if c.life is _Life.FINISHED]
     if finished and len(finished) == court.evidence.world_size:
         return [Finding(FaultClass.HEALTHY, (), "all ranks ended with exit code 0", 1.0)]
-    if flight is not None and flight.findings:
-        return [_known_of(court, f.finding) for f in flight.findings]
-    if flight is not None and flight.is_healthy:
-        return [Finding(FaultClass.HEALTHY, (), "no collective is in flight on any rank", 0.8)]
+    if flight is not None and all(_is_only_recorded(c) for c in court.cases):
+        nothing = Finding(FaultClass.HEALTHY, (), "no collective is in flight on any rank", 0.8)
+        found = [_known_of(court, f.finding) for f in flight.findings] or [nothing] * flight.is_healthy
+        if found:
+            return found
     if court.absent():
         text = f"{name_ranks(court.absent())} could not be asked"
         return [Finding(FaultClass.INSUFFICIENT_DATA, court.absent(), text, 0.2)]
