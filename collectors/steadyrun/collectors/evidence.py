@@ -34,22 +34,26 @@ from steadyrun.core.records import (
     to_json,
 )
 
-__all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "Target", "render_stacks"]
+__all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "Target", "ask", "connect_unix", "render_stacks"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Limits per source, and how long a late rank is looked at for signs of movement, seconds."""
+    """Limits per source, and how long a late rank is looked at for signs of movement, seconds.
+
+    ``source_s`` is for each of the further sources, whatever limit they have themselves.
+    """
 
     socket_s: float
+    source_s: float
     stacks_s: float
     py_spy_s: float
     watch_s: float
 
 
 # Where a rank has died the others' stacks are of less use, and they are on their way out: do not hold up the restart.
-AFTER_A_DEATH: Final = _Pace(socket_s=0.0, stacks_s=0.5, py_spy_s=2.0, watch_s=0.0)
-IN_A_HANG: Final = _Pace(socket_s=0.3, stacks_s=2.0, py_spy_s=5.0, watch_s=0.2)
+AFTER_A_DEATH: Final = _Pace(socket_s=0.0, source_s=0.35, stacks_s=0.5, py_spy_s=2.0, watch_s=0.0)
+IN_A_HANG: Final = _Pace(socket_s=0.3, source_s=5.0, stacks_s=2.0, py_spy_s=5.0, watch_s=0.2)
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
 LOG_LINES: Final = 50
 _SUN_PATH: Final = 107  # bytes of a unix socket's address, without the closing 0
@@ -261,7 +265,12 @@ class EvidenceCollector:
         if exit_ is None:
             return
         draft.put(exit=exit_)
-        for name, step in (("exception", self._exception), ("log", self._log_tail), ("out of memory", self._oom)):
+        draft.target = replace(draft.target, exit=exit_)
+        steps: list[tuple[str, Callable[[_Draft, float], None]]] = [("exception", self._exception)]
+        if draft.evidence.flight is None:  # it may have left dumps, too
+            steps += ((type(s).__name__, self._from(s)) for s in self.sources)
+        steps += (("log", self._log_tail), ("out of memory", self._oom))
+        for name, step in steps:
             _attempt(name, step, draft, time.monotonic() + 1.0)
 
     # -- sources -----------------------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ class EvidenceCollector:
 
     def _from(self, source: EvidenceSource) -> Callable[[_Draft, float], None]:
         def collect(draft: _Draft, deadline_s: float) -> None:
-            own_s = min(time.monotonic() + source.limit_s, deadline_s)
+            own_s = min(time.monotonic() + min(source.limit_s, draft.pace.source_s), deadline_s)
             added = source.collect(draft.target, draft._folder, own_s)
             if added.flight is not None:
                 draft.put(flight=added.flight)
@@ -418,16 +427,18 @@ def _attempt(name: str, step: Callable[[_Draft, float], None], draft: _Draft, de
         draft.lacks(f"{name}: {type(e).__name__}: {e}")
 
 
-def ask(path: Path, request: Mapping[str, Any], limit_s: float) -> tuple[Mapping[str, Any] | None, str]:
+def ask(
+    path: Path, request: Mapping[str, Any], limit_s: float, max_bytes: int = _ANSWER_BYTES
+) -> tuple[Mapping[str, Any] | None, str]:
     """(a rank's answer on its evidence socket, why there is none); one JSON line each way."""
     deadline_s = time.monotonic() + limit_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as s:
             s.settimeout(limit_s)
-            _connect(s, path)
+            connect_unix(s, path)
             s.sendall(json.dumps(request).encode() + b"\n")
             answer = b""
-            while b"\n" not in answer and len(answer) < _ANSWER_BYTES:
+            while b"\n" not in answer and len(answer) < max_bytes:
                 s.settimeout(max(deadline_s - time.monotonic(), 0.001))
                 part = s.recv(65536)
                 if not part:
@@ -446,8 +457,8 @@ def ask(path: Path, request: Mapping[str, Any], limit_s: float) -> tuple[Mapping
     return (decoded, "") if isinstance(decoded, dict) else (None, "the answer is not an object")
 
 
-def _connect(s: socket.socket, path: Path) -> None:
-    """Also where the path is longer than an address may be: the limit is on the text, not on what it leads to."""
+def connect_unix(s: socket.socket, path: Path) -> None:
+    """Connect also where the path is longer than an address may be: the limit is on the text, not on what it names."""
     if len(os.fsencode(path)) <= _SUN_PATH:
         s.connect(str(path))
         return
