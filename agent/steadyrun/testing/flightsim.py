@@ -30,6 +30,7 @@ __all__ = [
     "FaultKind",
     "FlightSet",
     "Layout",
+    "Named",
     "NotManifestError",
     "Scenario",
     "Score",
@@ -71,6 +72,7 @@ class FaultKind(str, Enum):
 
 _WITHOUT_DUMP: Final = frozenset({FaultKind.DEAD, FaultKind.STOPPED})
 _MISMATCHES: Final = frozenset({FaultKind.OP_MISMATCH, FaultKind.SIZE_MISMATCH, FaultKind.DTYPE_MISMATCH})
+_EVEN: Final = _MISMATCHES | {FaultKind.SKIP, FaultKind.EXTRA}
 _NOTHING: Final = frozenset({FaultKind.NONE, FaultKind.RUNNING})
 _CLASSES: Final[Mapping[FaultKind, tuple[str, ...]]] = {
     FaultKind.HOST_STALL: ("host_stall",),
@@ -171,6 +173,9 @@ class Scenario:
     victims: tuple[int, ...] = ()
 
 
+Named = tuple[str, Sequence[int], float]  # a finding's class, ranks and confidence
+
+
 # -- the truth ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -197,27 +202,35 @@ class Fault:
         """Values of a verdict's ``class`` that are right."""
         return _CLASSES[self.kind]
 
-    def is_named_by(self, ranks: Sequence[int], confidence: float = 0.0) -> bool:
-        """Whether a finding about *ranks* names the culprit exactly.
+    def is_named_by(self, finding: Named, culprits: frozenset[int] = frozenset()) -> bool:
+        """Whether a finding names the culprit exactly; it may name other *culprits* with it.
 
         Two members that differ are even: naming both is exact while it does not pretend to know. A hang in the network
         is nobody's: its group is named. An operation that is missing between two is both's.
         """
+        _, ranks, confidence = finding
         found = set(ranks)
         if self.kind is FaultKind.HANG_IN_FLIGHT:
             return found == set(self.members)
-        if found == {self.rank}:
+        if self.rank in found and found <= {self.rank} | culprits:
             return True
-        if self.kind is FaultKind.P2P_SKIP:
-            return found == {self.rank, self.peer}
-        if len(self.members) == 2 and self.kind in _MISMATCHES | {FaultKind.SKIP, FaultKind.EXTRA}:
+        if self.kind in (FaultKind.P2P_SKIP, FaultKind.ORDER_SWAP) and len(found) == 2:
+            return found == {self.rank, self.peer} or (self.kind is FaultKind.ORDER_SWAP and self.rank in found)
+        if len(self.members) == 2 and self.kind in _EVEN:
             return found == set(self.members) and confidence < HIGH
         return False
 
-    def involves(self, ranks: Sequence[int]) -> bool:
-        """Whether nobody else is named, so that no innocent is blamed."""
-        allowed = {self.rank} if self.peer is None else {self.rank, self.peer}
-        return set(ranks) <= (set(self.members) if self.kind is FaultKind.HANG_IN_FLIGHT else allowed)
+    def involves(self, finding: Named) -> bool:
+        """Whether what a finding says of its ranks is true, so that no innocent is blamed.
+
+        A ring of waits and a hang in the network blame nobody, as long as the culprit is among the ranks.
+        """
+        cls, ranks, _ = finding
+        if self.kind is FaultKind.HANG_IN_FLIGHT:
+            return set(ranks) <= set(self.members)
+        if cls in ("deadlock_cycle", "in_flight_network"):
+            return self.rank in ranks
+        return set(ranks) <= ({self.rank} if self.peer is None else {self.rank, self.peer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,19 +273,24 @@ class Score:
     blames_innocent: bool
 
 
-def score(truth: Truth, findings: Sequence[tuple[str, Sequence[int], float]]) -> Score:
+def score(truth: Truth, findings: Sequence[Named]) -> Score:
     """*findings*: (class, ranks, confidence), the most important first; those that name no rank are left out."""
     named = [f for f in findings if f[1] and f[0] not in ("healthy", "insufficient_data")]
-    innocent = any(c >= HIGH and not any(f.involves(ranks) for f in truth.faults) for _, ranks, c in named)
+    culprits = frozenset(f.rank for f in truth.faults)
+    innocent = any(
+        f[2] >= HIGH and not set(f[1]) <= culprits and not any(fault.involves(f) for fault in truth.faults)
+        for f in named
+    )
     if not truth.faults:
-        quiet = not any(c >= HIGH for _, _, c in named)
-        return Score(quiet, quiet, quiet, innocent)
+        return Score(not innocent, not innocent, not innocent, innocent)
     head = named[: len(truth.faults)]
-    pairs = [next(((k, r, c) for k, r, c in head if f.is_named_by(r, c)), None) for f in truth.faults]
+    exact = [[f for f in head if fault.is_named_by(f, culprits)] for fault in truth.faults]
     return Score(
-        is_exact=None not in pairs,
-        is_class_right=all(p is not None and p[0] in f.classes for p, f in zip(pairs, truth.faults, strict=True)),
-        is_named=all(any(f.rank in ranks for _, ranks, _ in named) for f in truth.faults),
+        is_exact=all(exact),
+        is_class_right=all(
+            any(f[0] in fault.classes for f in found) for found, fault in zip(exact, truth.faults, strict=True)
+        ),
+        is_named=all(any(fault.rank in f[1] for f in named) for fault in truth.faults),
         blames_innocent=innocent,
     )
 
