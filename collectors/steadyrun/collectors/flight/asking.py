@@ -137,7 +137,7 @@ class RankAsker:
     def _ask_server(self) -> str:
         """Fetch what it has without stacks; the text says what did not come."""
         if self.live is not None and not self.live.has_server:
-            return "torch's server is not running in the rank"
+            return f"torch's server: {self.live.server_missing or 'it does not run in the rank'}"
         until_s = self._until_s(self._limits.server_s)
         try:
             names = self._server.handlers(until_s)
@@ -188,7 +188,8 @@ class RankAsker:
                 is_new = self._take(self.found.setdefault(recorder, []), recorder, "full", path) or is_new
         if is_new:
             return "" if live.stacks_ready else "what torch needs to tell them is not imported yet"
-        told = "; ".join(map(str, (answer or {}).get("missing") or ())) or str((answer or {}).get("error") or "")
+        lacks = [str(text).removeprefix("flight recorder: ") for text in (answer or {}).get("missing") or ()]
+        told = "; ".join(lacks) or str((answer or {}).get("error") or "")
         return f"the rank wrote no dump: {why or told or 'it did not say why'}"
 
     def _dumps_in_rank_dir(self, pattern: re.Pattern[str]) -> list[tuple[str, Path, float]]:

@@ -26,7 +26,7 @@ class LiveRecorders:
         buffer_size: entries the recorder keeps, 0 when it is off; None when unknown.
         dump_prefix: torch's watchdog writes to this and the rank; empty when unknown.
         pipe: of the legacy NCCL heartbeat thread; the file, or a prefix of ``<rank>.pipe``; empty when there is none.
-        has_server: torch's own server listens on ``flight.sock``.
+        has_server: torch's own server listens on ``flight.sock``; else *server_missing* says why not.
         stacks_ready: what a dump with stacks imports is imported.
     """
 
@@ -42,6 +42,7 @@ class LiveRecorders:
     dump_prefix: str = ""
     pipe: str = ""
     has_server: bool = False
+    server_missing: str = ""
     stacks_ready: bool = False
 
     def dump_path(self) -> Path | None:
@@ -85,6 +86,7 @@ def live_from_json(data: Mapping[str, Any]) -> LiveRecorders:
             dump_prefix=str(data.get("dump_prefix") or ""),
             pipe=str(data.get("pipe") or ""),
             has_server=bool(data.get("server")),
+            server_missing=str(data.get("server_missing") or ""),
             stacks_ready=bool(data.get("stacks_ready")),
         )
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
