@@ -1,4 +1,4 @@
-"""What the lines of a training log say about its collectives: torch's NCCL watchdog and heartbeat monitor (2.0 to 2.14),
+"""What the lines of a training log say of its collectives: torch's NCCL watchdog and heartbeat monitor (2.0 to 2.14),
 its desync report and DETAIL fingerprints, NCCL's RAS, monitored barriers, tracebacks, torchrun's list of failures.
 
 Two numbers are easily confused: ``[rank6]:`` in front of a line is the global rank, ``[Rank 6]`` inside it the rank
@@ -43,6 +43,8 @@ MAX_PER_RANK: Final = 256
 MAX_LINE: Final = 16_000
 MAX_FRAMES: Final = 64
 LAST_WORDS_LINES: Final = 40
+TAIL_LINES: Final = 50
+TAIL_CHARS: Final = 2000
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class LogException:
 
 @dataclass(frozen=True, slots=True)
 class RankLog:
-    """All that one rank said. *lines* counts those that could be given to it."""
+    """All that one rank said. *lines* counts those that could be given to it, *tail* holds the last of them."""
 
     rank: int
     lines: int = 0
@@ -162,6 +164,7 @@ class RankLog:
     exceptions: tuple[LogException, ...] = ()
     pid: int | None = None
     host: str = ""
+    tail: tuple[str, ...] = ()
 
     def has(self, kind: NoteKind) -> bool:
         return any(n.kind is kind for n in self.notes)
@@ -296,6 +299,7 @@ def _joined(a: RankLog, b: RankLog) -> RankLog:
         a.exceptions + tuple(e for e in b.exceptions if e not in a.exceptions),
         a.pid if a.pid is not None else b.pid,
         a.host or b.host,
+        (a.tail + b.tail)[-TAIL_LINES:],
     )
 
 
@@ -418,12 +422,13 @@ class _Draft:
     takes_frames: bool = False
     last_group: GroupRef | None = None
     last_s: float | None = None
+    last_watchdog: int = 0  # number of the newest line that only a living process's watchdog writes
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def done(self) -> RankLog:
         assert self.rank is not None
         exceptions = tuple(
-            replace(e, is_last_words=e.is_last_words or self.lines - at <= LAST_WORDS_LINES)
-            for at, e in self.exceptions
+            replace(e, is_last_words=e.is_last_words or self._ends_with(at)) for at, e in self.exceptions
         )
         timeouts = tuple(_with_group(t, self.counters) for t in self.timeouts)
         return RankLog(
@@ -435,7 +440,12 @@ class _Draft:
             exceptions,
             self.pid,
             self.host,
+            tuple(self.tail),
         )
+
+    def _ends_with(self, at: int) -> bool:
+        """Next to nothing follows line *at*, and no watchdog that shows that the process lived on."""
+        return self.lines - at <= LAST_WORDS_LINES and self.last_watchdog < at
 
 
 def _with_group(timeout: TimedOut, counters: Iterable[Counters]) -> TimedOut:
@@ -534,6 +544,8 @@ class _Reader:
     def _say(self, text: str, draft: _Draft, marked: bool) -> None:
         """One speaker's line, without what stands in front of it."""
         draft.lines += 1
+        if draft.rank is not None and text and not text.isspace():
+            draft.tail.append(text[:TAIL_CHARS])
         if text[:1] == "[" and (stamp := _STAMP.match(text)) is not None:
             draft.last_s = self._unix_s(stamp)
         if draft.trace is not None or _TRACEBACK in text:
@@ -632,6 +644,7 @@ class _Reader:
             if (known.seq, known.op, known.ran_for_s) == (told.seq, told.op, told.ran_for_s):
                 owner.timeouts[i] = replace(known, group=known.group or group)
                 return
+        owner.last_watchdog = owner.lines
         if len(owner.timeouts) < MAX_PER_RANK:
             owner.timeouts.append(told)
 
