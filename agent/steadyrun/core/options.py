@@ -581,6 +581,19 @@ class Settings:
         "Signal on which a rank writes all its stacks; change it if the script uses the same.",
         _EVIDENCE,
     )
+    flight_recorder: str = _option(
+        Choice(("on", "timing", "off")),
+        "on",
+        "on: torch's flight recorders run in every rank and are collected; timing: NCCL's also notes when the device "
+        "starts an operation (two more CUDA events for each); off: they are left as torch and the script have them.",
+        _EVIDENCE,
+    )
+    flight_recorder_entries: int = _option(
+        Count(1, 1_000_000),
+        2000,
+        "Operations that each of a rank's flight recorders keeps.",
+        _EVIDENCE,
+    )
 
 
 OPTIONS: Final[tuple[Option, ...]] = tuple(

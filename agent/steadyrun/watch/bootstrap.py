@@ -14,14 +14,21 @@ from _thread import start_new_thread
 from steadyrun import watch
 from steadyrun.watch import standby
 from steadyrun.watch.dumps import Deadman, open_stacks, register_dumps
-from steadyrun.watch.evidence import EvidenceServer
+from steadyrun.watch.evidence import EvidenceServer, with_signals_blocked
+from steadyrun.watch.flight import GROUPS_MODULE, FlightWatch
 from steadyrun.watch.importhooks import ImportHooks
 from steadyrun.watch.loaded import LoadedReport
 from steadyrun.watch.marks import Marks, make_marks
 from steadyrun.watch.setup import RankSetup
 from steadyrun.watch.shadows import drop_shadowed
 from steadyrun.watch.slot import Slot, SlotError
-from steadyrun.watch.torchhooks import CHECKPOINT_MODULE, OPTIMIZER_MODULE, OptimizerSteps, wrap_checkpointing
+from steadyrun.watch.torchhooks import (
+    CHECKPOINT_MODULE,
+    OPTIMIZER_MODULE,
+    OptimizerSteps,
+    around_first_group,
+    wrap_checkpointing,
+)
 from steadyrun.watch.uncaught import ExceptionRecorder
 
 TYPE_CHECKING = False
@@ -74,10 +81,11 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
     marks = make_marks(slot.words, slot.base, slot.base_ns, os.getpid(), setup.rank, setup.attempt)
     watch._activate(marks, setup)
     deadman = _start_dumps(setup, marks)
-    recorder = ExceptionRecorder(setup.rank_dir, marks)
+    flight = FlightWatch(setup)
+    recorder = ExceptionRecorder(setup.rank_dir, marks, flight.dump_at_exception)
     recorder.install()
     faults = _Faults(setup, marks)
-    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject, faults.answered)
+    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject, faults.answered, flight)
     report = None if setup.loaded_report is None else LoadedReport(setup.loaded_report, os.environ, preset)
 
     def finish() -> None:
@@ -90,6 +98,16 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
     def on_fork() -> None:
         marks.forked()
         evidence.forked()
+        flight.forked()
+
+    def before_group() -> None:
+        if marks.is_active():
+            flight.before_group()
+
+    def after_group() -> None:
+        if marks.is_active():
+            with_signals_blocked(flight.after_group)
+            evidence.start()
 
     def on_first_step() -> None:
         _before_threads_are_joined(finish)  # once more: now before the callbacks of what was imported since
@@ -101,7 +119,10 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
         marks.observe(third_step=lambda: _in_thread(write))
     os.register_at_fork(after_in_child=on_fork)
     atexit.register(finish)
-    _hook_imports(marks, recorder, report, finish)
+    hooks = _hook_imports(marks, recorder, report, finish)
+    if setup.flight is not None:
+        hooks.after(GROUPS_MODULE, around_first_group(before_group, after_group))
+    hooks.install()
     faults.start()
     return marks
 
@@ -123,7 +144,7 @@ def _start_dumps(setup: RankSetup, marks: Marks) -> Deadman | None:
 
 def _hook_imports(
     marks: Marks, recorder: ExceptionRecorder, report: LoadedReport | None, finish: Callable[[], None]
-) -> None:
+) -> ImportHooks:
     def on_threading(module: Any) -> None:
         _before_threads_are_joined(finish)
         recorder.install_for_threads(module)
@@ -135,7 +156,7 @@ def _hook_imports(
     hooks.after("threading", on_threading)
     hooks.after(OPTIMIZER_MODULE, OptimizerSteps(marks).install)
     hooks.after(CHECKPOINT_MODULE, wrap_checkpointing(marks.section))
-    hooks.install()
+    return hooks
 
 
 def _before_threads_are_joined(call: Callable[[], None]) -> None:

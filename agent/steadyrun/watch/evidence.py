@@ -3,11 +3,14 @@
 - ``{"cmd": "sections"}``: ``{"sections": [{"lane", "name", "age_s"}], "step"}``, outermost first;
 - ``{"cmd": "stacks"}``: ``{"stacks": [{"thread", "is_main", "frames": [{"file", "line", "function"}]}]}``, newest call
   first;
+- ``{"cmd": "groups"}``: what ``flight.json`` says, fresh;
+- ``{"cmd": "flight", "stacks": bool}``: ``{"files", "took_s", "taken_at_unix_s", "missing"}``, see ``FlightWatch``;
 - ``{"cmd": "inject", "fault": text}``: ``{"answers": [text]}``.
 
 Anything wrong is answered with ``{"error": text}``. The thread is started by ``_thread`` and is none of the script's:
-``threading`` does not know it, no signal is delivered to it, and it only runs when asked. It needs the interpreter's
-lock; a rank that holds it does not answer, and faulthandler's signal is the way then.
+``threading`` does not know it, no signal is delivered to it, and it only runs when asked and for a look at the process
+groups once a second. It needs the interpreter's lock; a rank that holds it does not answer, and faulthandler's signal
+and ``flight.sock`` are the ways then.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 from _signal import SIG_BLOCK, SIG_SETMASK, pthread_sigmask, valid_signals  # type: ignore[import-not-found]
 from _thread import get_ident, start_new_thread
 
+from steadyrun.watch.flight import reachable
 from steadyrun.watch.jsontext import parse, render
 
 TYPE_CHECKING = False
@@ -27,13 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from steadyrun.watch.flight import FlightWatch
     from steadyrun.watch.marks import Marks
 
 __all__ = ["EvidenceServer", "thread_stacks"]
 
-_SUN_PATH = 107  # bytes of a unix socket's address, without the closing 0
 _REQUEST_BYTES = 1 << 16
 _CLIENT_S = 2.0
+_LOOK_S = 1.0
 _FRAMES = 200
 
 
@@ -51,23 +56,24 @@ class EvidenceServer:
         marks: Marks,
         inject: Callable[[str], tuple[str, ...]],
         answered: Callable[[], None],
+        flight: FlightWatch,
     ) -> None:
         self._rank_dir = rank_dir
         self._marks = marks
         self._inject = inject
         self._answered = answered
+        self._flight = flight
         self._main = get_ident()
         self._listening: Any = None
+        self._is_started = False
 
     def start(self) -> None:
-        """Start the thread; call it in the main thread. Never raises; without a thread or a socket nobody answers."""
+        """Start the thread, once; call it in the main thread. Never raises; without thread or socket nobody answers."""
+        if self._is_started:
+            return
+        self._is_started = True
         try:
-            # A signal that the kernel gives to this thread would not interrupt the main thread's system call.
-            mask = pthread_sigmask(SIG_BLOCK, valid_signals())
-            try:
-                start_new_thread(self._serve, ())
-            finally:
-                pthread_sigmask(SIG_SETMASK, mask)
+            with_signals_blocked(lambda: start_new_thread(self._serve, ()))
         except RuntimeError:
             return
 
@@ -81,7 +87,11 @@ class EvidenceServer:
         try:
             self._listen()
             while self._listening is not None:
-                fd, _ = self._listening._accept()
+                self._flight.look()
+                try:
+                    fd, _ = self._listening._accept()
+                except TimeoutError:
+                    continue
                 client = _socket.socket(fileno=fd)
                 try:
                     self._answer(client)
@@ -92,12 +102,8 @@ class EvidenceServer:
 
     def _listen(self) -> None:
         listening = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        path = os.path.join(self._rank_dir, "evidence.sock")
-        folder = -1
+        path, folder = reachable(self._rank_dir, "evidence.sock")
         try:
-            if len(os.fsencode(path)) > _SUN_PATH:  # the kernel's limit is on the text, not on what it leads to
-                folder = os.open(self._rank_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                path = f"/proc/self/fd/{folder}/evidence.sock"
             if os.path.lexists(path):
                 os.unlink(path)
             listening.bind(path)
@@ -106,6 +112,7 @@ class EvidenceServer:
             if folder >= 0:
                 os.close(folder)
         listening.listen(4)
+        listening.settimeout(_LOOK_S if self._flight.is_on else None)
         self._listening = listening
 
     def _answer(self, client: Any) -> None:
@@ -133,9 +140,22 @@ class EvidenceServer:
             return {"sections": found, "step": self._marks.last_step()}
         if command == "stacks":
             return {"stacks": thread_stacks(self._main, get_ident())}
+        if command == "groups":
+            return self._flight.live()
+        if command == "flight":
+            return self._flight.dump(stacks=bool(request.get("stacks")))
         if command == "inject":
             return {"answers": self._inject(str(request.get("fault", "")))}
-        return {"error": f"cannot answer {command!r}: the commands are sections, stacks and inject"}
+        return {"error": f"cannot answer {command!r}: the commands are sections, stacks, groups, flight and inject"}
+
+
+def with_signals_blocked(start: Callable[[], object]) -> None:
+    """Call what starts threads; a signal that the kernel gave to one would not interrupt the main thread's call."""
+    mask = pthread_sigmask(SIG_BLOCK, valid_signals())
+    try:
+        start()
+    finally:
+        pthread_sigmask(SIG_SETMASK, mask)
 
 
 def _read_line(client: Any) -> str:

@@ -25,6 +25,7 @@ class RankSetup:
         board: path of the board's file.
         deadman_s: stacks are written when no step and no beat came for so long; 0 or less: never.
         faults: a fault plan, or empty.
+        flight: the flight recorder's variables that the launcher has set itself; None: leave the recorder alone.
         loaded_report: file for ``LoadedReport``, or None.
         saver: the socket of the node's saver, or None.
         stack_signal: number of the signal that makes the rank write its stacks.
@@ -35,6 +36,7 @@ class RankSetup:
         "board",
         "deadman_s",
         "faults",
+        "flight",
         "loaded_report",
         "rank",
         "rank_dir",
@@ -53,6 +55,8 @@ class RankSetup:
         self.rank_dir = local_path(data["rank_dir"])
         self.deadman_s = float(data.get("deadman_s") or 0)
         self.faults = str(data.get("faults") or "")
+        flight = data.get("flight")
+        self.flight = None if flight is None else {str(k): str(v) for k, v in flight.items()}
         self.run_id = str(data.get("run_id", ""))
         report = data.get("loaded_report")
         self.loaded_report = local_path(report) if report else None

@@ -1,4 +1,4 @@
-"""What is learned from an unmodified script's use of torch: its optimizer steps and its checkpoints.
+"""What is learned from an unmodified script's use of torch: its optimizer steps, its checkpoints, its first group.
 
 Steps come from torch's own global hook. For checkpoints ``save`` and ``async_save`` are wrapped where they are defined,
 before the package hands them out, so that ``from torch.distributed.checkpoint import save`` gets the wrapper too. Torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from steadyrun.watch.marks import Marks, SectionLike
 
-__all__ = ["OptimizerSteps", "wrap_checkpointing"]
+__all__ = ["OptimizerSteps", "around_first_group", "wrap_checkpointing"]
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
 CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict_saver"
@@ -128,5 +128,31 @@ def wrap_checkpointing(section: Callable[[str], SectionLike]) -> Callable[[Any],
             setattr(module, name, wrapped)
             if getattr(package, name, None) is original:  # the package was imported before us
                 setattr(package, name, wrapped)
+
+    return wrap
+
+
+def around_first_group(before: Callable[[], None], after: Callable[[], None]) -> Callable[[Any], None]:
+    """For ``distributed_c10d``, once it is imported: calls around the making of the first process group.
+
+    Not at the import: every program that imports torch imports this too, and one without groups should not have threads
+    of ours when it forks. The function wrapped is private (of 2.0 to 2.15); it is put back at its first call. Where it
+    is missing the first step tells, or the thread that looks once a second.
+    """
+
+    def wrap(module: Any) -> None:
+        original = getattr(module, "_new_process_group_helper", None)
+        if original is None:
+            return
+
+        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            if module._new_process_group_helper is new_process_group_helper:
+                module._new_process_group_helper = original
+            before()
+            made = original(*args, **kwargs)
+            after()
+            return made
+
+        module._new_process_group_helper = new_process_group_helper
 
     return wrap

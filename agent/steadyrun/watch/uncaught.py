@@ -11,6 +11,7 @@ from steadyrun.watch.jsontext import render
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Any
 
@@ -74,11 +75,15 @@ class ExceptionRecorder:
     ``sys.excepthook`` is wrapped, so that the record is there before the traceback is printed; for a script that puts
     its own hook in place ``sys.last_value`` is looked at when the interpreter is torn down. SystemExit never comes this
     way: Python prints its text and leaves no trace of it.
+
+    Args:
+        recorded: called once the main thread's record is there, except for a KeyboardInterrupt.
     """
 
-    def __init__(self, rank_dir: str, marks: Marks) -> None:
+    def __init__(self, rank_dir: str, marks: Marks, recorded: Callable[[], None]) -> None:
         self._rank_dir = rank_dir
         self._marks = marks
+        self._call_recorded = recorded
         self._recorded: BaseException | None = None
         self._chained = sys.excepthook
 
@@ -120,6 +125,8 @@ class ExceptionRecorder:
                 os.close(fd)
             os.replace(temporary, os.path.join(self._rank_dir, "exception.json"))
             self._marks.set_flag(F_EXCEPTION)
+            if not issubclass(kind, KeyboardInterrupt):
+                self._call_recorded()
         except Exception:  # the script's own traceback is next; nothing of ours may come before it
             return
 

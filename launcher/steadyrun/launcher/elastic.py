@@ -54,7 +54,16 @@ from steadyrun.core.errors import ConfigError, SteadyrunError
 from steadyrun.core.options import Resolved, Settings, environment_source, resolve
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.launcher.cli import NotGiven
-from steadyrun.launcher.env import Destination, JobFacts, LogRules, LogsDest, RankCommand, RoleRank, TorchRankLauncher
+from steadyrun.launcher.env import (
+    Destination,
+    JobFacts,
+    LogRules,
+    LogsDest,
+    RankCommand,
+    RecorderRules,
+    RoleRank,
+    TorchRankLauncher,
+)
 from steadyrun.launcher.limits import limits_of
 from steadyrun.launcher.seams import SEAMS, problems_of
 from steadyrun.launcher.signals import SignalInbox, parse_signals
@@ -602,6 +611,7 @@ class SteadyAgent(LocalElasticAgent):
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),
             environ=dict(os.environ),
             site_dir=Path(next(iter(steadyrun.watch.__path__))) / "site",
+            recorder=_recorder(self._resolved.settings),
         )
 
     def _result(self, outcome: Outcome, stopped_by: signal.Signals | None) -> RunResult:
@@ -622,6 +632,15 @@ class SteadyAgent(LocalElasticAgent):
             self._record_metrics(result)
             self._record_worker_events(result)
         return result
+
+
+def _recorder(settings: Settings) -> RecorderRules | None:
+    if settings.flight_recorder == "off":
+        return None
+    major, minor = torch.__version__.split(".")[:2]
+    return RecorderRules(
+        settings.flight_recorder_entries, settings.flight_recorder == "timing", (int(major), int(minor))
+    )
 
 
 def _rollback(settings: Settings, run_id: str) -> Mapping[str, Any] | None:

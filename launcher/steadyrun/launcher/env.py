@@ -27,9 +27,11 @@ __all__ = [
     "LogsDest",
     "LogsSpecs",
     "RankCommand",
+    "RecorderRules",
     "RoleRank",
     "TorchRankLauncher",
     "interpreter_flags",
+    "recorder_variables",
     "without_in_rank_side",
 ]
 
@@ -198,12 +200,71 @@ class RoleRank:
 
 
 @dataclass(frozen=True, slots=True)
+class RecorderRules:
+    """How torch's flight recorders are to run.
+
+    Attributes:
+        entries: of each recorder's ring.
+        has_timing: NCCL's also notes when the device starts an operation. Not by default: two more CUDA events and
+            queries for each operation, and only a device that stalls behind others is told better by it.
+        torch_version: what the ranks run, as far as the launcher knows: (2, 13).
+    """
+
+    entries: int = 2000
+    has_timing: bool = False
+    torch_version: tuple[int, int] = (2, 8)
+
+
+def recorder_variables(
+    rules: RecorderRules, environ: Mapping[str, str], rank_dir: Path, can_have_pipe: bool
+) -> dict[str, str]:
+    """The variables that make the recorders run and write to the rank's folder; nothing that *environ* has set.
+
+    Torch renamed some in 2.8 and others in 2.15, takes the new name first, and warns of the old one. One set by either
+    name is the user's.
+    """
+    is_renamed, is_on_timeout_renamed = rules.torch_version >= (2, 8), rules.torch_version >= (2, 15)
+    wanted = [
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), is_renamed, str(rules.entries)),
+        (
+            ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+            is_renamed,
+            str(rank_dir / "watchdog_trace_rank_"),
+        ),
+        (("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"), is_on_timeout_renamed, "1"),
+    ]
+    if can_have_pipe:
+        pipe = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+        wanted.append(((pipe, pipe), True, str(rank_dir / "flight.request_")))
+    if rules.has_timing:
+        timing = "TORCH_NCCL_ENABLE_TIMING"
+        wanted.append(((timing, timing), True, "1"))
+    return {
+        (new if is_new else old): value
+        for (new, old), is_new, value in wanted
+        if new not in environ and old not in environ
+    }
+
+
+def can_make_pipes(folder: Path) -> bool:
+    """Whether the folder's file system has FIFOs: torch ends a rank whose FIFO it cannot make."""
+    probe = folder / f".pipe.{os.getpid()}"
+    try:
+        os.mkfifo(probe, 0o600)
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
 class JobFacts:
     """What all ranks of this node share.
 
     Attributes:
         environ: the launcher's own environment, which ranks inherit.
         site_dir: the folder with our sitecustomize.
+        recorder: None: the flight recorders are left as torch and the script have them.
     """
 
     run_id: str
@@ -215,6 +276,7 @@ class JobFacts:
     virtual_local_rank: bool
     environ: Mapping[str, str]
     site_dir: Path
+    recorder: RecorderRules | None = None
 
 
 class TorchRankLauncher:
@@ -247,6 +309,7 @@ class TorchRankLauncher:
         self._roles: Mapping[int, RoleRank] = {}
         self._planned: int | None = None
         self._envs: dict[int, dict[str, str]] = {}
+        self._recorders: dict[int, dict[str, str]] = {}
         self._destinations: dict[int, tuple[Destination, Destination]] = {}
         self._error_files: dict[tuple[int, int], str] = {}
 
@@ -270,7 +333,7 @@ class TorchRankLauncher:
         env = {**self._inherited(), **self._envs[local_rank]}
         if self._command.is_python:
             env = self._with_in_rank_side(env)
-            env[SETUP] = json.dumps(setup)
+            env[SETUP] = json.dumps(self._with_recorder(setup))
         stdout, stderr = self._destinations[local_rank]
         return SpawnSpec(
             rank=rank,
@@ -296,7 +359,7 @@ class TorchRankLauncher:
     def orders_for(self, spec: SpawnSpec, setup: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
             "env": without_in_rank_side(spec.env),
-            "setup": dict(setup),
+            "setup": self._with_recorder(setup),
             "stdout": None if spec.stdout is None else str(spec.stdout),
             "stderr": None if spec.stderr is None else str(spec.stderr),
             "cwd": os.getcwd(),
@@ -316,6 +379,14 @@ class TorchRankLauncher:
             for local_rank, rank in enumerate(membership.ranks)
         }
         dest = self._logs.reify(envs)
+        self._recorders = {}
+        if self._facts.recorder is not None:
+            pipes = can_make_pipes(attempt_dir)
+            for local_rank, rank in enumerate(membership.ranks):
+                self._recorders[rank] = recorder_variables(
+                    self._facts.recorder, self._facts.environ, attempt_dir / f"rank_{rank}", pipes
+                )
+                envs[local_rank].update(self._recorders[rank])
         self._envs = envs
         self._destinations = {}
         for local_rank, rank in enumerate(membership.ranks):
@@ -330,6 +401,11 @@ class TorchRankLauncher:
             self._error_files[attempt, local_rank] = dest.error_files.get(local_rank, "")
         self._planned = attempt
         self._on_destinations(self._destinations, dest)
+
+    def _with_recorder(self, setup: Mapping[str, Any]) -> dict[str, Any]:
+        """What the launcher has set itself, so that the rank can tell it from what a framework sets."""
+        own = self._recorders.get(setup.get("rank", -1))
+        return dict(setup) if own is None else {**setup, "flight": own}
 
     def _prefix(self, rank: int, local_rank: int) -> str:
         role = self._facts.role
