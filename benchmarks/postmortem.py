@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -42,11 +41,10 @@ from steadyrun.testing.flightsim import (
     FlightSet,
     Layout,
     Named,
-    NotManifestError,
     Scenario,
     Score,
     Truth,
-    layout_of,
+    drawn_set,
     score,
     simulate,
 )
@@ -87,30 +85,13 @@ ROWS = (
 
 
 def make_set(row: Row, world: int, seed: int) -> FlightSet:
-    """The *seed*-th set of a row; draws again where a fault cannot show."""
-    rng = random.Random(f"{row.name} {world} {seed}")
-    while True:
-        kinds = tuple(rng.choice(row.kinds) for _ in range(row.faults)) if row.faults else row.kinds
-        layout = layout_of(world, rng)
-        if FaultKind.P2P_SKIP in kinds:
-            layout = replace(layout, pp=2, dp=max(1, layout.dp // 2), ep=1) if layout.pp == 1 else layout
-        if layout.world != world:
-            continue
-        scenario = Scenario(
-            layout=layout,
-            faults=kinds,
-            seed=rng.randrange(1 << 30),
-            entries=rng.choice((0, 60, 150, 400)) if world <= 256 else 60,
-            window=rng.choice((4, 24, 64)),
-            with_timing=row.has_timing if row.has_timing is not None else rng.random() < 0.33,
-            active_only=row.is_active_only,
-            version=rng.choice(("2.4", "2.9", "2.10")),
-            skew_s=rng.choice((0.0, 0.05, 2.0)),
-            dropped=0.05 if row.is_degraded else 0.0,
-            truncated=0.05 if row.is_degraded else 0.0,
-        )
-        with contextlib.suppress(NotManifestError):
-            return simulate(scenario)
+    """The *seed*-th set of a row."""
+    options: dict[str, Any] = {"active_only": row.is_active_only}
+    if row.has_timing is not None:
+        options["with_timing"] = row.has_timing
+    if row.is_degraded:
+        options |= {"dropped": 0.05, "truncated": 0.05}
+    return drawn_set(world, row.kinds, row.faults, f"{row.name} {world} {seed}", **options)
 
 
 # -- torchfrtrace ------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ __all__ = [
     "Scenario",
     "Score",
     "Truth",
+    "drawn_set",
     "layout_of",
     "score",
     "simulate",
@@ -873,6 +874,33 @@ def simulate(scenario: Scenario) -> FlightSet:
             return FlightSet(scenario, simulation, tuple(faults), rng)
     names = " and ".join(k.value for k in kinds)
     raise NotManifestError(f"{names} did not show in 60 draws of seed {scenario.seed} in {scenario.layout}")
+
+
+def drawn_set(world: int, kinds: Sequence[FaultKind], faults: int, seed: object, **options: Any) -> FlightSet:
+    """A random job of this size with as many *faults*, each one of *kinds*; everything else is drawn too.
+
+    Args:
+        kinds: what may go wrong; with no faults, NONE or RUNNING.
+        seed: anything with a text; the same one gives the same set.
+        options: fields of ``Scenario`` that shall not be drawn.
+    """
+    rng = random.Random(str(seed))
+    while True:
+        chosen = tuple(rng.choice(kinds) for _ in range(max(1, faults)))
+        layout = layout_of(world, rng)
+        if FaultKind.P2P_SKIP in chosen and layout.pp == 1:
+            layout = replace(layout, pp=2, dp=layout.dp // 2, ep=1)
+        fields: dict[str, Any] = {
+            "entries": rng.choice((0, 60, 150, 400)) if world <= 256 else 60,
+            "window": rng.choice((4, 24, 64)),
+            "with_timing": rng.random() < 0.33,
+            "version": rng.choice(("2.4", "2.9", "2.10")),
+            "skew_s": rng.choice((0.0, 0.05, 2.0)),
+        }
+        try:
+            return simulate(Scenario(layout, chosen, rng.randrange(1 << 30), **{**fields, **options}))
+        except NotManifestError:
+            continue
 
 
 # -- what the recorders hold -------------------------------------------------------------------------------------------
