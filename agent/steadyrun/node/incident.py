@@ -14,6 +14,7 @@ from steadyrun.collectors.evidence import EvidenceCollector, Target
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.clock import Clock
+from steadyrun.core.flight import RankFlight
 from steadyrun.core.records import (
     Evidence,
     ExitRecord,
@@ -33,6 +34,9 @@ __all__ = ["Incident", "IncidentDesk", "Judged"]
 
 MAX_STACK_FRAMES: Final = 60  # per thread, in what is sent to other nodes
 MAX_THREADS: Final = 8
+MAX_FLIGHT_BYTES: Final = 16 << 10  # of a rank's summary, which has 2 to 8 KB
+FEWEST_OPS: Final = 8
+MAX_WAY_S: Final = 2.0  # of evidence through the control store; it takes milliseconds
 INF: Final = float("inf")
 
 
@@ -76,6 +80,7 @@ class _Reports:
     expected: int
     due_s: float
     payloads: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    heard_at_unix_s: dict[int, float] = field(default_factory=dict)
 
 
 class IncidentDesk:
@@ -166,8 +171,14 @@ class IncidentDesk:
     def packed_evidence(self, incident: Incident) -> dict[str, Any]:
         """This node's evidence for the leader; long stacks are cut, the files keep everything."""
         ranks = [to_json(_shortened(r)) for r in self._own.get(incident.number, ())]
-        offset_s = self._clock.unix_s() - self._clock.now_s()
-        return {"node": self._node, "unix_minus_mono_s": offset_s, "ranks": ranks, "progress": self._progress}
+        now_unix_s = self._clock.unix_s()
+        return {
+            "node": self._node,
+            "unix_minus_mono_s": now_unix_s - self._clock.now_s(),
+            "sent_at_unix_s": now_unix_s,
+            "ranks": ranks,
+            "progress": self._progress,
+        }
 
     # -- bringing together (leader) ----------------------------------------------------------------------------------
     def expect(self, incident: Incident, nodes: int, due_s: float) -> None:
@@ -176,6 +187,7 @@ class IncidentDesk:
     def add_evidence(self, attempt: int, group_rank: int, payload: Mapping[str, Any]) -> None:
         if self._reports is not None and self._reports.incident.attempt == attempt:
             self._reports.payloads[group_rank] = payload
+            self._reports.heard_at_unix_s[group_rank] = self._clock.unix_s()
 
     def next_deadline_s(self) -> float:
         return self._reports.due_s if self._reports is not None else INF
@@ -200,7 +212,8 @@ class IncidentDesk:
             if isinstance(told, str):
                 missing.append(f"evidence of node {group_rank} cannot be read: {told}")
                 continue
-            ranks += told.ranks
+            late_s = reports.heard_at_unix_s.get(group_rank, told.sent_at_unix_s) - told.sent_at_unix_s
+            ranks += [_with_clock(r, -late_s) for r in told.ranks]
             offsets[told.node] = told.unix_minus_mono_s
             progress.append(told.progress)
         trigger = reports.incident.trigger
@@ -362,6 +375,7 @@ class _Told:
 
     node: str
     unix_minus_mono_s: float
+    sent_at_unix_s: float
     ranks: tuple[RankEvidence, ...]
     progress: Mapping[str, Any]
 
@@ -370,9 +384,22 @@ def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
     """The evidence, or why it cannot be read: it comes from another node."""
     try:
         ranks = tuple(rank_evidence_from_json(r) for r in payload["ranks"])
-        return _Told(str(payload["node"]), float(payload["unix_minus_mono_s"]), ranks, dict(payload["progress"]))
+        return _Told(
+            str(payload["node"]),
+            float(payload["unix_minus_mono_s"]),
+            float(payload["sent_at_unix_s"]),
+            ranks,
+            dict(payload["progress"]),
+        )
     except (KeyError, TypeError, ValueError) as e:
         return repr(e)
+
+
+def _with_clock(r: RankEvidence, node_minus_here_s: float) -> RankEvidence:
+    """The rank's flight with how far its node's clock is off, where that is more than the way here can take."""
+    if r.flight is None or abs(node_minus_here_s) <= MAX_WAY_S:
+        return r
+    return replace(r, flight=replace(r.flight, node_minus_here_s=round(node_minus_here_s, 1)))
 
 
 def _deaths(ranks: Sequence[RankEvidence]) -> bool:
@@ -391,7 +418,27 @@ def _shortened(r: RankEvidence) -> RankEvidence:
         replace(s, frames=s.frames[:MAX_STACK_FRAMES])
         for s in sorted(r.stacks, key=lambda s: not s.is_main)[:MAX_THREADS]
     )
-    return replace(r, stacks=stacks)
+    return replace(r, stacks=stacks, flight=_light(r.flight) if r.flight is not None else None)
+
+
+def _light(flight: RankFlight) -> RankFlight:
+    """Usually as it is. Else without the stacks of all but each group's oldest operation, and with fewer operations.
+
+    The files keep everything, and the place of each operation's call stays in any case.
+    """
+    if _size_bytes(flight) <= MAX_FLIGHT_BYTES:
+        return flight
+    oldest = {op.group: i for i, op in reversed(list(enumerate(flight.ops)))}
+    ops = tuple(op if oldest[op.group] == i else replace(op, frames=()) for i, op in enumerate(flight.ops))
+    flight = replace(flight, ops=ops)
+    while _size_bytes(flight) > MAX_FLIGHT_BYTES and len(flight.ops) > FEWEST_OPS:
+        kept = flight.ops[: max(len(flight.ops) // 2, FEWEST_OPS)]
+        flight = replace(flight, ops=kept, more_ops=flight.more_ops + len(flight.ops) - len(kept))
+    return flight
+
+
+def _size_bytes(flight: RankFlight) -> int:
+    return len(json.dumps(flight.to_json(), separators=(",", ":")))
 
 
 def _replace(path: Path, text: str) -> None:
