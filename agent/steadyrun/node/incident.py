@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.collectors.evidence import EvidenceCollector, Target
+from steadyrun.collectors.flight.source import FlightSource
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.clock import Clock
@@ -100,7 +101,7 @@ class IncidentDesk:
         self._folder, self._run_id, self._node, self._mode = folder, run_id, node, mode
         self._script, self._clock, self._post = script, clock, post
         self._policy = Policy(limits)
-        self._collector = EvidenceCollector(node)
+        self._collector = EvidenceCollector(node, sources=(FlightSource(run_id),))
         self._reports: _Reports | None = None
         self._own: dict[int, tuple[RankEvidence, ...]] = {}
         self._progress: dict[str, Any] = {}
