@@ -11,7 +11,7 @@ import re
 import stat
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ SCRIPT = "flight_scenarios.py"
 STEP_LIMIT_S = 3.0
 LATE_S = 2.0  # how much later than its limit a fault may be noticed on a machine that is busy with other things
 INNOCENT = 0.7  # no finding that is this sure may name a rank that has done nothing wrong
+DEADLINE_S = 900.0  # of the test that is first to ask for a tour
 TRAINED = 3  # steps, and with them collectives of the default group, before a scenario begins
 
 HANG = "hang"
@@ -51,6 +52,9 @@ class Expected:
     notices: str = HANG
     blind: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        return self.scenario
+
     @property
     def sites(self) -> set[str]:
         lines = (SCRIPTS / SCRIPT).read_text().splitlines()
@@ -63,62 +67,83 @@ STALL = ("host_stall",)
 CYCLE = ("deadlock_cycle",)
 EITHER = ("all_reduce", "broadcast")
 
-OP_MISMATCH = Expected("op_mismatch", ("op_mismatch",), (1,), (0, 2), ops=EITHER)
-ASYNC = Expected("async_missing", STALL, (1,), (0, 2), seqs=(TRAINED + 3,))
-EXTRA = Expected("extra_collective", ("extra_collective",), (0,), ())
-TWO_BACKENDS = Expected("two_backends", CYCLE, (0, 1), (), ("A", "B"), (1,))
 
-SAMPLE = (OP_MISMATCH, ASYNC, EXTRA)
-TRIOS = (
-    Expected("op_mismatch_rank0", ("op_mismatch",), (0,), (1, 2), ops=EITHER),
-    Expected("size_mismatch", ("size_mismatch",), (2,), (0, 1), notices=DEATH, blind=(2,)),
-    Expected("size_mismatch_rank0", ("size_mismatch",), (0,), (1, 2), notices=DEATH, blind=(0,)),
-    Expected("dtype_mismatch", ("dtype_mismatch",), (2,), (0, 1), notices=DEATH, blind=(0, 1)),
-    Expected("missing_rank", STALL, (1,), (0, 2)),
-    Expected("missing_rank0", STALL, (0,), (1, 2)),
-    Expected("never_joined", STALL, (2,), (0, 1), seqs=(1,)),
-    # one call site in a loop: that rank 1 left out the tenth call cannot be seen in what was recorded
-    Expected("skipped_one", ("skipped_collective", "host_stall"), (1,), (0, 2), seqs=(TRAINED + 21,)),
-    Expected("skipped_branch", ("skipped_collective",), (1,), (0, 2), seqs=tuple(range(32, 48))),
-    Expected("holds_gil", STALL, (1,), (0, 2)),
-    Expected("sigstop", ("stopped_process",), (1,), (0, 2), has_site=False, blind=(1,)),
-    Expected("sigkill", ("dead_process",), (1,), (0, 2), has_site=False, notices=DEATH, blind=(1,)),
+@dataclass(frozen=True)
+class Plan:
+    """A job of so many ranks and the scenarios that its attempts play."""
+
+    name: str
+    ranks: int
+    legs: tuple[Expected, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+SAMPLE = Plan(
+    "sample",
+    3,
+    (
+        Expected("op_mismatch", ("op_mismatch",), (1,), (0, 2), ops=EITHER),
+        Expected("async_missing", STALL, (1,), (0, 2), seqs=(TRAINED + 3,)),
+        Expected("extra_collective", ("extra_collective",), (0,), ()),
+    ),
 )
-PAIRS = (
-    TWO_BACKENDS,
-    Expected("two_groups_order", CYCLE, (0, 1), (), ("A", "B"), (1,)),
-    Expected("unrecorded_backend", CYCLE, (0, 1), (), ("A", "B"), (1,)),
-    Expected("p2p_deadlock", ("p2p_unmatched",), (0, 1), (), (), (), ("recv",)),
+TRIOS = Plan(
+    "trios",
+    3,
+    (
+        Expected("op_mismatch_rank0", ("op_mismatch",), (0,), (1, 2), ops=EITHER),
+        Expected("size_mismatch", ("size_mismatch",), (2,), (0, 1), notices=DEATH, blind=(2,)),
+        Expected("size_mismatch_rank0", ("size_mismatch",), (0,), (1, 2), notices=DEATH, blind=(0,)),
+        Expected("dtype_mismatch", ("dtype_mismatch",), (2,), (0, 1), notices=DEATH, blind=(0, 1)),
+        Expected("missing_rank", STALL, (1,), (0, 2)),
+        Expected("missing_rank0", STALL, (0,), (1, 2)),
+        Expected("never_joined", STALL, (2,), (0, 1), seqs=(1,)),
+        # one call site in a loop: that rank 1 left out the tenth call cannot be seen in what was recorded
+        Expected("skipped_one", ("skipped_collective", "host_stall"), (1,), (0, 2), seqs=(TRAINED + 21,)),
+        Expected("skipped_branch", ("skipped_collective",), (1,), (0, 2), seqs=tuple(range(32, 48))),
+        Expected("holds_gil", STALL, (1,), (0, 2)),
+        Expected("sigstop", ("stopped_process",), (1,), (0, 2), has_site=False, blind=(1,)),
+        Expected("sigkill", ("dead_process",), (1,), (0, 2), has_site=False, notices=DEATH, blind=(1,)),
+    ),
 )
-# With a ring of 20 entries, set by the user: enough for the first two, while it wraps in the third.
-SMALL_RING = (
-    Expected("chain", STALL, (3,), (0, 1, 2), ("G23",), (1,)),
-    Expected("grid", STALL, (3,), (0, 1, 2), ("dp1",), (3,)),
-    Expected("ring_skew", STALL, (0,), (1, 2, 3), seqs=(TRAINED + 2,)),
+PAIRS = Plan(
+    "pairs",
+    2,
+    (
+        Expected("two_groups_order", CYCLE, (0, 1), (), ("A", "B"), (1,)),
+        Expected("two_backends", CYCLE, (0, 1), (), ("A", "B"), (1,)),
+        Expected("unrecorded_backend", CYCLE, (0, 1), (), ("A", "B"), (1,)),
+        Expected("p2p_deadlock", ("p2p_unmatched",), (0, 1), (), (), (), ("recv",)),
+    ),
 )
+# The user has set a ring of 20 entries: enough for the first two; it wraps in the third.
+SMALL_RING = Plan(
+    "small-ring",
+    4,
+    (
+        Expected("chain", STALL, (3,), (0, 1, 2), ("G23",), (1,)),
+        Expected("grid", STALL, (3,), (0, 1, 2), ("dp1",), (3,)),
+        Expected("ring_skew", STALL, (0,), (1, 2, 3), seqs=(TRAINED + 2,)),
+    ),
+    {"TORCH_FR_BUFFER_SIZE": "20"},
+)
+PLANS = (SAMPLE, TRIOS, PAIRS, SMALL_RING)
 
 
 class Tour:
-    """A finished job that played its scenarios one after the other."""
+    """A finished job that played the scenarios of *plan* one after the other."""
 
-    def __init__(
-        self,
-        start: JobStarter,
-        name: str,
-        ranks: int,
-        legs: tuple[Expected, ...],
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.legs = legs
-        self.ranks = ranks
-        options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={len(legs)}"]
+    def __init__(self, start: JobStarter, plan: Plan) -> None:
+        self.plan = plan
+        legs = plan.legs
+        options = ["--standalone", f"--nproc-per-node={plan.ranks}", f"--max-restarts={len(legs)}"]
         options += [f"--ft-step-timeout={STEP_LIMIT_S}", f"--ft-section-timeouts=joining:{STEP_LIMIT_S}"]
         options += ["--ft-restart-grace=2"]
-        self.job = start(SCRIPT, options, [leg.scenario for leg in legs], env=env, name=name)
-        self.exit_code = self.job.wait(60 + 60 * len(legs))
+        self.job = start(SCRIPT, options, [leg.scenario for leg in legs], env=plan.env, name=plan.name)
+        self.exit_code = self.job.wait(DEADLINE_S - 30)
 
     def incident(self, leg: Expected) -> Incident:
-        attempt = self.legs.index(leg)
+        attempt = self.plan.legs.index(leg)
         found = [i for i in self.job.incidents() if i.verdict["attempt"] == attempt]
         assert len(found) == 1, f"{len(found)} incidents in attempt {attempt}\n{self.job.story()}"
         return found[0]
@@ -130,59 +155,100 @@ class Tour:
         return finding
 
 
-def legs_of(legs: tuple[Expected, ...]) -> list[Any]:
-    return [pytest.param(leg, id=leg.scenario) for leg in legs]
+@dataclass
+class Tours:
+    """Tours by plan, each started when it is first asked for."""
+
+    start: JobStarter
+    done: dict[str, Tour] = field(default_factory=dict)
+
+    def of(self, plan: Plan) -> Tour:
+        if plan.name not in self.done:
+            self.done[plan.name] = Tour(self.start, plan)
+        return self.done[plan.name]
+
+
+@pytest.fixture(scope="module")
+def tours(start_for_module: JobStarter) -> Tours:
+    return Tours(start_for_module)
+
+
+def marks_of(plan: Plan) -> list[pytest.MarkDecorator]:
+    return [] if plan is SAMPLE else [pytest.mark.slow]
+
+
+each_leg = pytest.mark.parametrize(
+    ("plan", "leg"), [pytest.param(p, leg, id=str(leg), marks=marks_of(p)) for p in PLANS for leg in p.legs]
+)
+each_plan = pytest.mark.parametrize("plan", [pytest.param(p, id=p.name, marks=marks_of(p)) for p in PLANS])
+pytestmark = pytest.mark.deadline(DEADLINE_S)
+
+
+def test_every_scenario_is_on_a_tour() -> None:
+    source = (SCRIPTS / SCRIPT).read_text()
+    there = set(re.findall(r"^@scenario\(.*\)\ndef (\w+)\(", source, re.MULTILINE))
+    assert {leg.scenario for plan in PLANS for leg in plan.legs} | {"ok"} == there
 
 
 # -- what must be true of each scenario --------------------------------------------------------------------------------
-class Checks:
-    """Every scenario gets these; a subclass has a fixture ``tour`` and the parameters ``leg``."""
+@each_leg
+def test_class_and_culprit(tours: Tours, plan: Plan, leg: Expected) -> None:
+    incident = tours.of(plan).incident(leg)
+    assert incident.cls in leg.classes, incident.line()
+    assert tuple(incident.ranks) == leg.ranks, incident.line()
 
-    def test_class_and_culprit(self, tour: Tour, leg: Expected) -> None:
-        incident = tour.incident(leg)
-        assert incident.cls in leg.classes, incident.line()
-        assert tuple(incident.ranks) == leg.ranks, incident.line()
 
-    def test_operation_in_which_the_others_wait(self, tour: Tour, leg: Expected) -> None:
-        finding = tour.finding(leg)
-        assert finding["op"] in leg.ops, finding
-        if leg.groups:
-            assert str(finding["group"]).split(" ")[0] in leg.groups, finding
-        if leg.seqs:
-            assert finding["seq"] in leg.seqs, finding
+@each_leg
+def test_operation_in_which_the_others_wait(tours: Tours, plan: Plan, leg: Expected) -> None:
+    finding = tours.of(plan).finding(leg)
+    assert finding["op"] in leg.ops, finding
+    if leg.groups:
+        assert str(finding["group"]).split(" ")[0] in leg.groups, finding
+    if leg.seqs:
+        assert finding["seq"] in leg.seqs, finding
 
-    def test_place_of_the_fault(self, tour: Tour, leg: Expected) -> None:
-        finding = tour.finding(leg)
-        assert finding["callsite"] in leg.sites | (set() if leg.has_site else {None}), finding
 
-    def test_victims_and_innocents(self, tour: Tour, leg: Expected) -> None:
-        verdict = tour.incident(leg).verdict
-        assert tuple(verdict["victims"]) == leg.victims, tour.incident(leg).line()
-        innocent = set(range(tour.ranks)) - set(leg.ranks)
-        for finding in verdict["findings"]:
-            assert finding["confidence"] < INNOCENT or not innocent & set(finding["ranks"]), finding
+@each_leg
+def test_place_of_the_fault(tours: Tours, plan: Plan, leg: Expected) -> None:
+    finding = tours.of(plan).finding(leg)
+    assert finding["callsite"] in leg.sites | (set() if leg.has_site else {None}), finding
 
-    def test_is_noticed_in_time(self, tour: Tour, leg: Expected) -> None:
-        limit_s = STEP_LIMIT_S if leg.notices == HANG else 0.0
-        verdict = tour.incident(leg).verdict
-        assert verdict["detection_delay_s"] < limit_s + LATE_S, verdict
 
-    def test_flight_records_are_kept(self, tour: Tour, leg: Expected) -> None:
-        """Of each rank that could give one: the dump as torch wrote it, and what is needed to read it alone."""
-        folder = tour.incident(leg).folder
-        for rank in set(range(tour.ranks)) - set(leg.blind):
-            names = sorted(f.name for f in folder.iterdir() if f.name.startswith(f"rank_{rank}.flight."))
-            assert any(name.endswith((".pickle", ".json")) and name.count(".") > 2 for name in names), names
-            sidecar = folder / f"rank_{rank}.flight.json"
-            assert json.loads(sidecar.read_text())["rank"] == rank
-            for name in names:
-                assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600, name
+@each_leg
+def test_victims_and_innocents(tours: Tours, plan: Plan, leg: Expected) -> None:
+    incident = tours.of(plan).incident(leg)
+    assert tuple(incident.verdict["victims"]) == leg.victims, incident.line()
+    innocent = set(range(plan.ranks)) - set(leg.ranks)
+    for finding in incident.verdict["findings"]:
+        assert finding["confidence"] < INNOCENT or not innocent & set(finding["ranks"]), finding
 
-    def test_analysis_afterwards_agrees(self, tour: Tour, leg: Expected) -> None:
-        report = postmortem(tour.incident(leg).folder)
-        main = report["findings"][0]
-        assert main["class"] in leg.classes, report
-        assert tuple(main["ranks"]) == leg.ranks, report
+
+@each_leg
+def test_is_noticed_in_time(tours: Tours, plan: Plan, leg: Expected) -> None:
+    limit_s = STEP_LIMIT_S if leg.notices == HANG else 0.0
+    verdict = tours.of(plan).incident(leg).verdict
+    assert verdict["detection_delay_s"] < limit_s + LATE_S, verdict
+
+
+@each_leg
+def test_flight_records_are_kept(tours: Tours, plan: Plan, leg: Expected) -> None:
+    """Of each rank that could give one: the dump as torch wrote it, and what is needed to read it alone."""
+    folder = tours.of(plan).incident(leg).folder
+    for rank in set(range(plan.ranks)) - set(leg.blind):
+        names = sorted(f.name for f in folder.iterdir() if f.name.startswith(f"rank_{rank}.flight."))
+        assert any(name.endswith((".pickle", ".json")) and name.count(".") > 2 for name in names), names
+        sidecar = folder / f"rank_{rank}.flight.json"
+        assert json.loads(sidecar.read_text())["rank"] == rank
+        for name in names:
+            assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600, name
+
+
+@each_leg
+def test_analysis_afterwards_agrees(tours: Tours, plan: Plan, leg: Expected) -> None:
+    report = postmortem(tours.of(plan).incident(leg).folder)
+    main = report["findings"][0]
+    assert main["class"] in leg.classes, report
+    assert tuple(main["ranks"]) == leg.ranks, report
 
 
 def postmortem(path: Path) -> dict[str, Any]:
@@ -195,95 +261,11 @@ def postmortem(path: Path) -> dict[str, Any]:
     return report
 
 
-def check_end(tour: Tour) -> None:
-    """The attempt after the last fault found nothing wrong, and trained to its end."""
-    assert tour.exit_code == 0, tour.job.story()
-    assert len(tour.job.incidents()) == len(tour.legs), tour.job.story()
-    for rank in range(tour.ranks):
-        assert tour.job.events("done", rank=rank, attempt=len(tour.legs)), tour.job.story()
-    assert tour.job.left_behind() == []
-
-
-# -- the tours ---------------------------------------------------------------------------------------------------------
-def test_every_scenario_is_on_a_tour() -> None:
-    source = (SCRIPTS / SCRIPT).read_text()
-    there = set(re.findall(r"^@scenario\(.*\)\ndef (\w+)\(", source, re.MULTILINE))
-    assert {leg.scenario for legs in (SAMPLE, TRIOS, PAIRS, SMALL_RING) for leg in legs} | {"ok"} == there
-
-
-@pytest.mark.deadline(400)
-@pytest.mark.parametrize("leg", legs_of(SAMPLE))
-class TestSample(Checks):
-    @pytest.fixture(scope="class")
-    def tour(self, sample: Tour) -> Tour:
-        return sample
-
-
-@pytest.fixture(scope="module")
-def sample(start_for_module: JobStarter) -> Tour:
-    return Tour(start_for_module, "sample", 3, SAMPLE)
-
-
-@pytest.mark.deadline(400)
-def test_sample_ends_well(sample: Tour) -> None:
-    check_end(sample)
-
-
-@pytest.fixture(scope="module")
-def trios(start_for_module: JobStarter) -> Tour:
-    return Tour(start_for_module, "trios", 3, TRIOS)
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(900)
-@pytest.mark.parametrize("leg", legs_of(TRIOS))
-class TestThreeRanks(Checks):
-    @pytest.fixture(scope="class")
-    def tour(self, trios: Tour) -> Tour:
-        return trios
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(900)
-def test_three_ranks_end_well(trios: Tour) -> None:
-    check_end(trios)
-
-
-@pytest.fixture(scope="module")
-def pairs(start_for_module: JobStarter) -> Tour:
-    return Tour(start_for_module, "pairs", 2, PAIRS)
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(400)
-@pytest.mark.parametrize("leg", legs_of(PAIRS))
-class TestTwoRanks(Checks):
-    @pytest.fixture(scope="class")
-    def tour(self, pairs: Tour) -> Tour:
-        return pairs
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(400)
-def test_two_ranks_end_well(pairs: Tour) -> None:
-    check_end(pairs)
-
-
-@pytest.fixture(scope="module")
-def small_ring(start_for_module: JobStarter) -> Tour:
-    return Tour(start_for_module, "small-ring", 4, SMALL_RING, env={"TORCH_FR_BUFFER_SIZE": "20"})
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(400)
-@pytest.mark.parametrize("leg", legs_of(SMALL_RING))
-class TestSmallRing(Checks):
-    @pytest.fixture(scope="class")
-    def tour(self, small_ring: Tour) -> Tour:
-        return small_ring
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(400)
-def test_small_ring_ends_well(small_ring: Tour) -> None:
-    check_end(small_ring)
+@each_plan
+def test_attempt_without_a_fault_trains_to_its_end(tours: Tours, plan: Plan) -> None:
+    job = tours.of(plan).job
+    assert tours.of(plan).exit_code == 0, job.story()
+    assert len(job.incidents()) == len(plan.legs), job.story()
+    for rank in range(plan.ranks):
+        assert job.events("done", rank=rank, attempt=len(plan.legs)), job.story()
+    assert job.left_behind() == []
