@@ -382,7 +382,7 @@ _FAILURE_CODE: Final = re.compile(r"(-?\d{1,6}) \(pid: (\d+)\)")
 # Cheap first look: nothing else is matched against a line without one of these.
 _WORDS: Final = (
     "atchdog", "NCCL", "PG ", "FlightRecorder", "flight recorder", " from ", "collective", "GIL", "launched up to",
-    "ranks", "Rank ", "failed to pass",
+    "ranks", "Rank ", "failed to pass", "MISMATCH",
 )  # fmt: skip
 
 
