@@ -27,9 +27,11 @@ from steadyrun.core.records import (
 )
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.detect.policy import AttemptOutcome, History, Policy, PolicyLimits, outcome_of
-from steadyrun.detect.report import render_html, render_incident
-from steadyrun.detect.verdict import judge
+from steadyrun.detect.report import render_incident
+from steadyrun.detect.verdict import Judgement, judge
 from steadyrun.node.machine.events import Decision, ProbeResult
+from steadyrun.postmortem.judging import report_of_incident
+from steadyrun.postmortem.page import render_page
 
 __all__ = ["Incident", "IncidentDesk", "Judged"]
 
@@ -252,7 +254,7 @@ class IncidentDesk:
             missing=tuple(missing),
         )
         offset_s = self._clock.unix_s() - self._clock.now_s()
-        judgement = judge(evidence, wall_minus_mono_s=offset_s, offsets=offsets)
+        judgement = _judgement(evidence, offset_s, offsets)
         steps = [p["highest_step"] for p in progress if p.get("highest_step") is not None]
         outcome = outcome_of(
             evidence,
@@ -294,24 +296,34 @@ class IncidentDesk:
             root_cause=next((r for f in judgement.findings for r in f.ranks), None),
         )
         text = render_incident(verdict, evidence)
-        problem = self._write(incident, verdict, evidence)
+        problem = self._write(incident, verdict, evidence, judgement, dict(offsets) or {self._node: offset_s})
         if problem:
             text += f"\nsteadyrun:   this incident cannot be looked up later: {incident.folder}: {problem}"
         return Judged(verdict, decision, after, text, ruling.falls_back and chosen is Action.RESTART)
 
-    def _write(self, incident: Incident, verdict: Verdict, evidence: Evidence) -> str:
+    @staticmethod
+    def _write(
+        incident: Incident, verdict: Verdict, evidence: Evidence, judgement: Judgement, offsets: dict[str, float]
+    ) -> str:
         """verdict.json last: who finds it finds a complete incident. A full disk must not end the job.
 
         Returns:
             What went wrong, or an empty text.
         """
+        problem = ""
         try:
             _replace(incident.folder / "evidence.json", json.dumps(to_json(evidence), indent=1))
-            _replace(incident.folder / "report.html", render_html(verdict, evidence))
+            try:
+                report = report_of_incident(verdict, evidence, judgement, unix_minus_mono_s=offsets)
+                _replace(incident.folder / "report.html", render_page(report))
+            except OSError:
+                raise
+            except Exception as e:  # what ranks sent is drawn; the verdict must be written whatever it is
+                problem = f"the page could not be drawn: {type(e).__name__}: {e}"
             _replace(incident.folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
         except OSError as e:
             return e.strerror or str(e)
-        return ""
+        return problem
 
     # -- history -----------------------------------------------------------------------------------------------------
     @staticmethod
@@ -340,6 +352,18 @@ class IncidentDesk:
 
     def close(self) -> None:
         self._collector.close()
+
+
+def _judgement(evidence: Evidence, offset_s: float, offsets: Mapping[str, float]) -> Judgement:
+    """Judge; without the flight records where these cannot be judged: they come from ranks and other nodes."""
+    try:
+        return judge(evidence, wall_minus_mono_s=offset_s, offsets=offsets)
+    except Exception as e:
+        if all(r.flight is None for r in evidence.ranks):
+            raise
+        missing = (*evidence.missing, f"flight records: cannot be judged: {type(e).__name__}: {e}")
+        bare = tuple(replace(r, flight=None) for r in evidence.ranks)
+        return judge(replace(evidence, ranks=bare, missing=missing), wall_minus_mono_s=offset_s, offsets=offsets)
 
 
 def target_of(
