@@ -55,6 +55,10 @@ SAMPLE_S = 0.05
 LARGEST_FOR_PEER = 256  # ranks up to which torchfrtrace takes part in the accuracy table
 SINGLE = tuple(k for k in FaultKind if k not in (FaultKind.NONE, FaultKind.RUNNING))
 PAIRED = tuple(k for k in SINGLE if k not in (FaultKind.GLOO_STALL, FaultKind.DEVICE_STALL))
+ON_GLOO = (  # its other mismatches end the job with an error, and sends are not recorded
+    FaultKind.HOST_STALL, FaultKind.STOPPED, FaultKind.OP_MISMATCH, FaultKind.SKIP, FaultKind.EXTRA,
+    FaultKind.ORDER_SWAP, FaultKind.HANG_IN_FLIGHT,
+)  # fmt: skip
 WITHOUT_SITES = (FaultKind.SKIP, FaultKind.EXTRA)  # what active-only dumps cannot tell
 
 
@@ -70,12 +74,15 @@ class Row:
     is_degraded: bool = False
     is_active_only: bool = False
     has_timing: bool | None = None  # None: in a third of the sets
+    backend: str = "nccl"
 
 
 ROWS = (
     *(Row(k.value.replace("_", " "), (k,), counts="single", has_timing=True if k is FaultKind.DEVICE_STALL else None)
       for k in SINGLE),
     Row("two faults", PAIRED, faults=2, counts="double"),
+    Row("one, on gloo", ON_GLOO, backend="gloo"),
+    Row("two, on gloo", ON_GLOO, faults=2, backend="gloo"),
     Row("one, active entries only", tuple(k for k in PAIRED if k not in WITHOUT_SITES), is_active_only=True),
     Row("one, 5 % missing, 5 % cut", PAIRED, is_degraded=True),
     Row("device stall, no timing", (FaultKind.DEVICE_STALL,), has_timing=False),
@@ -86,7 +93,7 @@ ROWS = (
 
 def make_set(row: Row, world: int, seed: int) -> FlightSet:
     """The *seed*-th set of a row."""
-    options: dict[str, Any] = {"active_only": row.is_active_only}
+    options: dict[str, Any] = {"active_only": row.is_active_only, "backend": row.backend}
     if row.has_timing is not None:
         options["with_timing"] = row.has_timing
     if row.is_degraded:
@@ -234,7 +241,7 @@ def accuracy(
                     found.write(folder)
                     findings, judge_s = judge_set(found, folder)
                     theirs = None
-                    if peer is not None and world <= LARGEST_FOR_PEER:
+                    if peer is not None and world <= LARGEST_FOR_PEER and row.backend == "nccl":
                         incomplete = any(not found.dumps_of(r) for r in range(world))
                         theirs = peer_score(found.truth, peer.run(folder, arguments.limit, incomplete))
                     result = Judged(

@@ -151,6 +151,7 @@ class Scenario:
         active_only: what is done is left out of the dumps.
         version: ``2.4``, ``2.9`` or ``2.10``.
         prefix: of profiling names: ``nccl``, or ``nccl2`` for torch 2.15.
+        backend: ``gloo`` for a job on CPUs: every call holds the thread, and there is one recorder, which says less.
         skew_s: clocks of nodes differ by up to so much in both directions.
         dropped, truncated: shares of the innocents' dumps that are missing, or cut.
         states_known: the agent says who is dead or stopped.
@@ -167,6 +168,7 @@ class Scenario:
     active_only: bool = False
     version: str = "2.10"
     prefix: str = "nccl"
+    backend: str = "nccl"
     skew_s: float = 0.0
     dropped: float = 0.0
     truncated: float = 0.0
@@ -342,6 +344,13 @@ class _Call:
         return (self.name, self.dtype) if self.is_uneven else (self.name, self.ins, self.outs, self.dtype)
 
 
+def _on_host(call: _Call) -> _Call:
+    """The same call of gloo's: its thread waits in it, and a scattered reduction is recorded as a whole one."""
+    if call.name == "_reduce_scatter_base":
+        call = replace(call, name="all_reduce", outs=call.ins)
+    return replace(call, mode=_Mode.HOST, joins=False, drains=False)
+
+
 # (function, file, line) of who calls torch.distributed.
 _SITES: Final = (
     ("attention_forward", "/workspace/megatron/core/attention.py", 141),
@@ -369,14 +378,15 @@ _STACK: Final = (
     ("train", "/workspace/megatron/training.py", 1410),
     ("<module>", "/workspace/pretrain.py", 290),
 )
+_SIDE: Final = ("cpu_side", "checkpoint")
 _SAVE_THREAD: Final = "Thread-7 (save)"
 
 
 class _Program:
     """Groups and calls of a layout; one iteration's calls are shared by all ranks that do the same."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, backend: str) -> None:
+        self.layout, self.backend = layout, backend
         self.groups: list[_Group] = []
         world = range(layout.world)
         self._default = self._add("default_pg", world)
@@ -386,8 +396,8 @@ class _Program:
         self._dp = self._mesh("mesh_dp", at, lambda p, d, c, t: (p, c, t))
         self._ep = self._mesh("mesh_ep", at, lambda p, d, c, t: (p, d // layout.ep, c, t)) if layout.ep > 1 else {}
         self._pp = self._mesh("mesh_pp", at, lambda p, d, c, t: (d, c, t))
-        self._metrics = self._add("cpu_side", world, "gloo") if layout.has_gloo else None
-        self._save = self._add("checkpoint", world, "gloo") if layout.has_gloo else None
+        self._metrics = self._add(_SIDE[0], world, "gloo") if layout.has_gloo else None
+        self._save = self._add(_SIDE[1], world, "gloo") if layout.has_gloo else None
         self.groups_of: list[list[int]] = [[] for _ in world]
         for g, group in enumerate(self.groups):
             for r in group.ranks:
@@ -400,10 +410,10 @@ class _Program:
         p, d = divmod(rest, self.layout.dp)
         return p, d, c, t
 
-    def _add(self, desc: str, ranks: Sequence[int], backend: str = "nccl") -> int:
+    def _add(self, desc: str, ranks: Sequence[int], backend: str = "") -> int:
         members = tuple(ranks)
         index = {r: i for i, r in enumerate(members)}
-        self.groups.append(_Group(str(len(self.groups)), desc, members, backend, index))
+        self.groups.append(_Group(str(len(self.groups)), desc, members, backend or self.backend, index))
         return len(self.groups) - 1
 
     def _mesh(self, desc: str, at: Mapping[int, tuple[int, int, int, int]], key: Any) -> dict[int, int]:
@@ -426,7 +436,8 @@ class _Program:
         key = (groups, stage, position, iteration % PERIOD)
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = tuple(self._build(groups, stage, position, iteration % PERIOD))
+            built = self._build(groups, stage, position, iteration % PERIOD)
+            found = self._cache[key] = tuple(built if self.backend == "nccl" else map(_on_host, built))
         return found
 
     def saves(self, iteration: int) -> tuple[_Call, ...]:
@@ -545,7 +556,7 @@ class _Rank:
 class _Simulation:
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self.scenario, self.rng = scenario, rng
-        self.program = _Program(scenario.layout)
+        self.program = _Program(scenario.layout, scenario.backend)
         longest = max(len(self.program.calls(r, 0)) for r in self._some_ranks())
         rounds = -(-scenario.entries // (longest * PERIOD)) + 1 if scenario.entries else 0
         self.history = rounds * PERIOD  # iterations before the simulated ones, all of them done
@@ -755,29 +766,31 @@ class _Simulation:
         return fault
 
     def _suits(self, kind: FaultKind, call: _Call, rank: int) -> bool:
-        is_nccl = call.mode is not _Mode.HOST
+        is_main = self.program.groups[call.group].desc not in _SIDE  # what the training itself does
         match kind:
             case FaultKind.GLOO_STALL:
-                return not is_nccl
+                return not is_main
             case FaultKind.P2P_SKIP:
                 return call.is_p2p
             case FaultKind.HOST_STALL | FaultKind.DEAD | FaultKind.STOPPED:
-                return is_nccl
+                return is_main
             case FaultKind.SIZE_MISMATCH:
-                return is_nccl and not call.is_p2p and not call.is_uneven
+                return is_main and not call.is_p2p and not call.is_uneven
             case FaultKind.ORDER_SWAP:
-                return call.mode is _Mode.SYNC
+                return call.mode is _Mode.SYNC or (is_main and call.mode is _Mode.HOST)
             case FaultKind.DEVICE_STALL:
                 return call.mode is _Mode.SYNC or call.is_p2p
+            case FaultKind.DEVICE_LOST:
+                return is_main and call.mode in (_Mode.SYNC, _Mode.ASYNC)
             case _:
-                return is_nccl and not call.is_p2p
+                return is_main and not call.is_p2p
 
     def _swap_partner(self, main: Sequence[tuple[int, _Call]], k: int) -> int | None:
         """The next synchronous collective of another group; another member common to both makes it a deadlock."""
         ranks = set(self.program.groups[main[k][1].group].ranks)
         for j in range(k + 1, len(main)):
             call = main[j][1]
-            if call.mode is _Mode.SYNC and call.group != main[k][1].group:
+            if self._suits(FaultKind.ORDER_SWAP, call, 0) and call.group != main[k][1].group:
                 return j if len(ranks.intersection(self.program.groups[call.group].ranks)) > 1 else None
         return None
 
@@ -888,6 +901,8 @@ def drawn_set(world: int, kinds: Sequence[FaultKind], faults: int, seed: object,
     while True:
         chosen = tuple(rng.choice(kinds) for _ in range(max(1, faults)))
         layout = layout_of(world, rng)
+        if options.get("backend") == "gloo":  # its recorder does not see sends and receives
+            layout = replace(layout, pp=1, dp=layout.dp * layout.pp)
         if FaultKind.P2P_SKIP in chosen and layout.pp == 1:
             layout = replace(layout, pp=2, dp=layout.dp // 2, ep=1)
         fields: dict[str, Any] = {
@@ -945,12 +960,7 @@ class FlightSet:
 
     def dumps(self, rank: int) -> dict[str, dict[str, Any]]:
         """Recorder to dump; empty where the rank left none. Cut files are only cut by ``write``."""
-        if rank in self._gone or rank in self.truth.dropped:
-            return {}
-        found = {"nccl": self._dump(rank, "nccl")}
-        if self.scenario.layout.has_gloo:
-            found["gloo"] = self._dump(rank, "gloo")
-        return found
+        return {recorder: self._dump(rank, recorder) for recorder in self.dumps_of(rank)}
 
     def write(self, folder: Path, with_sidecars: bool = True) -> int:
         """``nccl_trace_rank_R``, ``gloo_trace_rank_R``, ``rank_R.flight.json`` and ``truth.json``; bytes written."""
@@ -991,6 +1001,8 @@ class FlightSet:
         """Recorders of which the rank left a dump."""
         if rank in self._gone or rank in self.truth.dropped:
             return ()
+        if self.scenario.backend == "gloo":
+            return ("gloo",)
         return ("nccl", "gloo") if self.scenario.layout.has_gloo else ("nccl",)
 
     # -- one dump
@@ -1045,7 +1057,7 @@ class FlightSet:
             if program.groups[op.call.group].backend == recorder and (cut_ns is None or op.issued_ns <= cut_ns)
         ]  # fmt: skip
         ops.sort(key=lambda op: op.issued_ns)
-        ring = self.scenario.entries if recorder == "nccl" else self.scenario.gloo_entries
+        ring = self.scenario.entries if recorder == self.scenario.backend else self.scenario.gloo_entries
         room = max(0, ring - len(ops)) if self.scenario.entries else 0
         past = list(self._past(rank, recorder, room))
         per_period = sum(
