@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
-from steadyrun.core.classes import Action, FaultClass
+from steadyrun.core.classes import FaultClass
 from steadyrun.core.records import Evidence, Verdict
+from steadyrun.detect.report import decision_words
 from steadyrun.detect.verdict import Judgement, judge
 from steadyrun.postmortem.case import Case, Input, Moment, Report
 
@@ -86,18 +87,3 @@ def report_of_incident(
         head=head,
         decision=decision_words(verdict),
     )
-
-
-def decision_words(verdict: Verdict) -> str:
-    """What is done about it, with the reason where it says more."""
-    reason = f" ({verdict.reason})" if verdict.reason not in ("", verdict.action.value) else ""
-    match verdict.action:
-        case Action.RESTART | Action.ROLL_BACK:
-            return f"restarting as attempt {verdict.attempt + 1}{reason}"
-        case Action.RESTART_WITHOUT_NODE:
-            nodes = ", ".join(n for f in verdict.findings for n in f.nodes)
-            return f"restarting as attempt {verdict.attempt + 1} without {nodes}{reason}"
-        case Action.STOP:
-            return f"the job stops{reason}"
-        case Action.REPORT:
-            return f"nothing is done{reason}"

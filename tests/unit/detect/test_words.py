@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from steadyrun.core.frames import Doing, activity_of, callsite, is_user_frame, s
 from steadyrun.core.records import Evidence, ExitRecord, Frame, OomRecord, RankEvidence
 from steadyrun.detect.exits import describe_exit, signal_name
 from steadyrun.detect.grouping import group_ranks, name_ranks, places_sentence
-from steadyrun.detect.report import render_html, render_incident
+from steadyrun.detect.report import render_incident
 from steadyrun.detect.verdict import Judgement
 
 MakeRank = Callable[..., RankEvidence]
@@ -278,7 +277,7 @@ def verdict_over(
     *ranks: RankEvidence,
     action: Action = Action.RESTART,
     trigger: str = "exit",
-) -> tuple[str, str]:
+) -> str:
     evidence = make_evidence(*ranks, trigger=trigger)
     verdict = judged(*ranks, trigger=trigger).verdict(
         evidence,
@@ -289,7 +288,7 @@ def verdict_over(
         detected_at_unix_s=1_700_000_000.0,
         detection_delay_s=0.25,
     )
-    return render_incident(verdict, evidence, "run/incidents/0001"), render_html(verdict, evidence)
+    return render_incident(verdict, evidence, "run/incidents/0001")
 
 
 def test_block_says_who_why_last_words_and_what_follows(
@@ -297,9 +296,7 @@ def test_block_says_who_why_last_words_and_what_follows(
 ) -> None:
     log = (*(f"line {i}" for i in range(50)), "torch.OutOfMemoryError: CUDA out of memory.")
     raised = ("torch.OutOfMemoryError", "CUDA out of memory.")
-    text, _ = verdict_over(
-        judged, make_evidence, make_rank(0, "backward"), make_rank(1, raised=raised, code=1, log=log)
-    )
+    text = verdict_over(judged, make_evidence, make_rank(0, "backward"), make_rank(1, raised=raised, code=1, log=log))
     lines = text.splitlines()
     assert len(lines) <= 20
     assert all(line.startswith("steadyrun: ") for line in lines)
@@ -314,7 +311,7 @@ def test_block_says_who_why_last_words_and_what_follows(
 def test_block_of_a_hang_shows_no_log(
     judged: Callable[..., Judgement], make_evidence: Callable[..., Evidence], make_rank: MakeRank
 ) -> None:
-    text, _ = verdict_over(
+    text = verdict_over(
         judged,
         make_evidence,
         make_rank(0, "all_reduce"),
@@ -325,39 +322,3 @@ def test_block_of_a_hang_shows_no_log(
     assert "rank 1 is stuck at data.py:31" in text
     assert "step 3" not in text
     assert "nothing is done" in text
-
-
-class _Checker(html.parser.HTMLParser):
-    """Counts what is open; void elements have no end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.append(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_page_is_closed_self_contained_and_escapes_what_ranks_say(
-    judged: Callable[..., Judgement], make_evidence: Callable[..., Evidence], make_rank: MakeRank
-) -> None:
-    evil = "<script>alert(1)</script>"
-    culprit = make_rank(1, "own", raised=("ValueError", evil), code=1, log=(evil,), section=evil, missing=(evil,))
-    _, page = verdict_over(judged, make_evidence, make_rank(0, "all_reduce"), culprit)
-    checker = _Checker()
-    checker.feed(page)
-    assert checker.open == []
-    assert "script" not in checker.seen
-    assert "link" not in checker.seen
-    assert "src=" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert "<span class=culprit>culprit</span>" in page
-    assert "<span class=victim>victim</span>" in page
-    assert "train.py:88 in main" not in page.split("<h2>Ranks")[0]
-    assert "/proj/train.py:88 in main" in page
