@@ -14,8 +14,6 @@ __all__ = ["decision_words", "render_incident"]
 BLOCK_LINES: Final = 20
 _LOG_LINES: Final = 8
 _LINE_CHARS: Final = 240
-_PAGE_LOG_LINES: Final = 30
-_PAGE_RANKS: Final = 64
 
 
 def render_incident(verdict: Verdict, evidence: Evidence, folder: str = "") -> str:
