@@ -205,6 +205,6 @@ def rank_from_path(path: Path) -> tuple[int | None, bool]:
         m = _RANK_NAME.search(name)
         if m is not None and int(m[1]) < MAX_RANK:
             return int(m[1]), "local" in name.lower()
-    if _NUMBER_NAME.fullmatch(path.parent.name) and _LOG_NAME.search(path.name):
+    if _NUMBER_NAME.fullmatch(path.parent.name) and path.name in ("stdout.log", "stderr.log"):
         return int(path.parent.name), True
     return None, False

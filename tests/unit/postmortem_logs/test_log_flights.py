@@ -19,21 +19,19 @@ def caught(rank: int, seq: int, op: str = "ALLREDUCE", numel: int = 8, group_ran
     )
 
 
-def failed(
-    rank: int, work: int, enqueued: int, completed: int, group: str = "0(default_pg)", group_rank: int | None = None
-):
-    inner = rank if group_rank is None else group_rank
+def failed(rank: int, work: int, enqueued: int, completed: int, group: str = "0(default_pg)", place: int | None = None):
+    inner = rank if place is None else place
     return (
-        f"[rank{rank}]:[E810 03:04:11.1 P.cpp:7] [PG ID 0 PG GUID {group} Rank {inner}]  failure detected by watchdog at "
-        f"work sequence id: {work} PG status: last enqueued work: {enqueued}, last completed work: {completed}"
+        f"[rank{rank}]:[E810 03:04:11.1 P.cpp:7] [PG ID 0 PG GUID {group} Rank {inner}]  failure detected by watchdog "
+        f"at work sequence id: {work} PG status: last enqueued work: {enqueued}, last completed work: {completed}"
     )
 
 
 def signalled(rank: int, by: int, enqueued: int, completed: int):
     return (
-        f"[rank{rank}]:[E810 03:04:11.2 P.cpp:8] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Received a dump signal due to "
-        f"a collective timeout from  rank {by} and we will try our best to dump the debug info. Last enqueued NCCL work: "
-        f"{enqueued}, last completed NCCL work: {completed}.This"
+        f"[rank{rank}]:[E810 03:04:11.2 P.cpp:8] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Received a dump signal "
+        f"due to a collective timeout from  rank {by} and we will try our best to dump the debug info. Last enqueued "
+        f"NCCL work: {enqueued}, last completed NCCL work: {completed}.This"
     )
 
 

@@ -399,7 +399,8 @@ PIECES = [
     " Last enqueued NCCL work: 1, last completed NCCL work: ", "-1", "Rank 1 has launched up to operation 5",
     "#0-0 (ab) MISMATCH", "[1, 2] started X", "#5 started ranks:", "Traceback (most recent call last):", "Failures:",
     '  File "a.py", line 1, in f', "ValueError: x", "  rank      : 1 (local_rank: 0)", "  exitcode  : -9 (pid: 4)",
-    "  time      : never", "Root Cause (first observed failure)", "Rank 0 is running collective: CollectiveFingerPrint(",
+    "  time      : never", "Root Cause (first observed failure)",
+    "Rank 0 is running collective: CollectiveFingerPrint(",
     "Detected mismatch between collectives on ranks. ", "\n", "\x1b[31m", "\0", "é", " pid=1)", "(W[rank=2] pid=5) ",
 ]  # fmt: skip
 
