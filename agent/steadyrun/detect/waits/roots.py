@@ -1,0 +1,558 @@
+"""Root causes in the waits-for graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from steadyrun.core.classes import FaultClass
+from steadyrun.core.flight import FlightDetails, FlightOp, OpState
+from steadyrun.detect.waits.divergence import SURE_MATCHES, Shift, find_shift, window_strays
+from steadyrun.detect.waits.graph import Graph, Stop, first_stop
+from steadyrun.detect.waits.records import RankState, WaitReason
+from steadyrun.detect.waits.signature import Difference, differences, uneven_sums
+from steadyrun.detect.waits.world import MAIN, Group, World
+
+__all__ = ["Root", "find_roots"]
+
+MAX_SHIFT_GROUPS: Final = 8
+MAX_WITNESSES: Final = 64
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """One cause before it is put into words.
+
+    Attributes:
+        stop: the operation that tells most about it; None without any.
+        nodes: of the graph, for who waits behind it.
+        note: what it rests on, or what else it may be.
+        alternatives: confidence is low because of these.
+    """
+
+    cls: FaultClass
+    ranks: tuple[int, ...]
+    confidence: float
+    stop: Stop | None
+    nodes: tuple[int, ...]
+    is_hard: bool = True
+    difference: Difference | None = None
+    shift: Shift | None = None
+    ring: tuple[Stop, ...] = ()
+    window: tuple[Group, int] | None = None
+    note: str = ""
+    members: tuple[int, ...] = field(default=())
+
+
+def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
+    """All causes, unordered; what another one explains is left out."""
+    mismatches = _mismatches(graph, details)
+    rings = _rings(graph)
+    absent = _absent_roots(graph)
+    shifts = _shifts(graph, details, mismatches, rings, absent)
+    roots: list[Root] = list(shifts)
+    blamed = {r for s in shifts for r in s.ranks}
+    roots += [m for m in mismatches if not _is_shifted(m, shifts)]
+    told = {r for m in roots for r in (*m.ranks, *_sides(m))}
+    roots += [r for r in rings if not told & set(r.members)]
+    roots += [r for r in absent if not set(r.ranks) <= blamed and not _is_awaited_by(r, shifts)]
+    differing = {m.stop for m in mismatches}
+    roots += _device_stalls(graph)
+    roots += [r for r in _arrived(graph) if r.stop not in differing]
+    return _failures(graph, roots, details)
+
+
+def _sides(root: Root) -> set[int]:
+    return {r for ranks, _ in root.difference.sides for r in ranks} if root.difference is not None else set()
+
+
+def _is_shifted(mismatch: Root, shifts: Sequence[Root]) -> bool:
+    assert mismatch.stop is not None
+    return any(
+        s.shift is not None and s.shift.group is mismatch.stop.group and s.shift.seq <= mismatch.stop.seq
+        for s in shifts
+    )
+
+
+def _is_awaited_by(root: Root, shifts: Sequence[Root]) -> bool:
+    """Who called one too many waits there for the others, who are not to blame."""
+    stop = root.stop
+    return stop is not None and any(
+        s.cls is FaultClass.EXTRA_COLLECTIVE and s.shift is not None and s.shift.group is stop.group
+        and not set(root.ranks) & set(s.ranks) and set(stop.calls) <= set(s.ranks)
+        for s in shifts
+    )  # fmt: skip
+
+
+# -- members that are not there ----------------------------------------------------------------------------------------
+def _absent_roots(graph: Graph) -> list[Root]:
+    """Ranks that stand in nothing while others wait for them, and ranks of which nothing is known."""
+    world = graph.world
+    waited: dict[int, list[Stop]] = {}
+    for stop in graph.stops:
+        for rank, lack in stop.lacks.items():
+            if lack.reason in (WaitReason.NOT_ISSUED, WaitReason.NO_DUMP) or world.is_gone(rank) or (
+                stop.first.stream == MAIN and graph.heads.get((rank, MAIN)) is None
+            ):  # fmt: skip
+                waited.setdefault(rank, []).append(stop)
+    sure: dict[int, Root] = {}
+    unsure: dict[int, list[Stop]] = {}
+    for rank, stops in waited.items():
+        hard = [s for s in stops if s.lacks[rank].is_hard]
+        if world.is_gone(rank):
+            sure[rank] = _gone(graph, rank, stops)
+        elif rank not in world.flights or world.flights[rank].is_cut:
+            unsure[rank] = stops
+        elif rank not in world.failed:
+            sure[rank] = _stalled(graph, rank, hard or stops, bool(hard))
+    roots = _explained_apart(graph, sure, unsure)
+    merged: dict[tuple[FaultClass, int, bool], list[Root]] = {}
+    for root in roots:
+        assert root.stop is not None
+        merged.setdefault((root.cls, root.stop.node, root.is_hard), []).append(root)
+    return [found for same in merged.values() for found in _merge(graph, same)]
+
+
+def _gone(graph: Graph, rank: int, stops: Sequence[Stop]) -> Root:
+    is_dead = graph.world.state(rank) is RankState.DEAD
+    cls = FaultClass.DEAD_PROCESS if is_dead else FaultClass.STOPPED_PROCESS
+    return Root(cls, (rank,), 0.9 if is_dead else 0.95, first_stop(stops), tuple(graph.rank_nodes(rank)))
+
+
+def _stalled(graph: Graph, rank: int, stops: Sequence[Stop], is_hard: bool) -> Root:
+    world = graph.world
+    stop = first_stop(stops)
+    confidence = 0.9 if is_hard else 0.55
+    note = ""
+    if stop.group.is_host and is_hard:
+        confidence, note = 0.8, "gloo does not record send and recv: it may stand in one"
+    if stop.group.is_inferred:
+        confidence = min(confidence, 0.6)
+    if world.state(rank) is RankState.FINISHED:
+        return Root(FaultClass.SKIPPED_COLLECTIVE, (rank,), 0.65, stop, (graph.node_of[(rank, MAIN)],), is_hard,
+                    note="it has ended with 0: it made fewer calls than the others")  # fmt: skip
+    return Root(FaultClass.HOST_STALL, (rank,), confidence, stop, (graph.node_of[(rank, MAIN)],), is_hard, note=note)
+
+
+def _explained_apart(graph: Graph, sure: dict[int, Root], unsure: dict[int, list[Stop]]) -> list[Root]:
+    """Ranks without a dump are suspects only where nothing else explains the operation that first missed them.
+
+    Such a rank may stand, unseen, in any operation that lacks somebody else as well.
+    """
+    world = graph.world
+    others = [*(n for r in sure.values() for n in r.nodes)]
+    others += [n for rank in graph.lagging for n in graph.rank_nodes(rank)]
+    others += [s.node for s in graph.stops if s.waiters and not s.lacks]
+    explained = _behind(graph, others)
+    roots = list(sure.values())
+    for rank, stops in unsure.items():
+        earliest = min(stops, key=lambda s: (s.since_ns if s.since_ns is not None else 1 << 63, len(s.lacks)))
+        if earliest.node in explained:
+            continue
+        stop = first_stop(stops)
+        if rank in world.flights:
+            roots.append(Root(FaultClass.HOST_STALL, (rank,), 0.4, stop, tuple(graph.rank_nodes(rank)), False,
+                              note="its dump is cut, so that what it called last is not known"))  # fmt: skip
+            continue
+        alive = world.state(rank) is RankState.ALIVE
+        if alive or world.only_logs:
+            cls, note = FaultClass.HOST_STALL, "it lives" if alive else "it is silent in the logs"
+        else:
+            cls, note = FaultClass.DEAD_PROCESS, f"{world.unknown.get(rank, 'it left no dump')}: dead, stopped or lost"
+        many = len(unsure) > max(2, world.size // 8)
+        roots.append(Root(cls, (rank,), 0.4 if many else 0.6, stop, tuple(graph.rank_nodes(rank)), False, note=note))
+    return roots
+
+
+def _behind(graph: Graph, nodes: Iterable[int]) -> set[int]:
+    """The nodes, and all that wait for them."""
+    seen = set(nodes)
+    todo = list(seen)
+    while todo:
+        for before in graph.reverse.get(todo.pop(), ()):
+            if before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return seen
+
+
+def _merge(graph: Graph, same: Sequence[Root]) -> list[Root]:
+    """Ranks that are missing in the same operation make one finding; more of them than came suggest one call too many
+    on the other side."""
+    first = same[0]
+    stop = first.stop
+    assert stop is not None
+    ranks = tuple(sorted({r for root in same for r in root.ranks}))
+    nodes = tuple(n for root in same for n in root.nodes)
+    confidence = min(root.confidence for root in same)
+    if stop.group.is_host and len(ranks) > 1:
+        confidence = min(confidence, 0.65)  # one of them may wait for the other in a send or recv
+    root = Root(first.cls, ranks, confidence, stop, nodes, first.is_hard, note=first.note)
+    came = tuple(sorted(stop.calls))
+    group = stop.group
+    has_run = any(rec.done_seq or 0 for rec in group.records.values())
+    if first.cls is FaultClass.HOST_STALL and len(came) < len(ranks) and has_run and not stop.is_p2p and first.is_hard:
+        idle = all(r not in graph.world.open for r in ranks)
+        if idle and len(came) + len(ranks) >= len(group.members) - len(stop.lacks) + len(ranks):
+            extra = Root(FaultClass.EXTRA_COLLECTIVE, came, 0.55, stop, (stop.node,), False,
+                         note="most members are outside of all operations and have not called it")  # fmt: skip
+            root.confidence = min(root.confidence, 0.45)
+            return [extra, root]
+    return [root]
+
+
+# -- operations that all have reached ----------------------------------------------------------------------------------
+def _device_stalls(graph: Graph) -> list[Root]:
+    """Done on peers and open here; and, where starts are recorded, started on peers and not here."""
+    roots: dict[tuple[object, ...], Root] = {}
+    for rank, stop in graph.lagging.items():
+        late = [r for r in stop.waiters if r in graph.lagging]
+        confidence = 0.85 if len(late) <= len(stop.done_on) else 0.55
+        if stop.group.is_host:
+            confidence = min(confidence, 0.5)
+        key = (stop.group.kind, stop.seq, stop.first.op.name)
+        nodes = tuple(graph.rank_nodes(rank))
+        old = roots.get(key)
+        if old is None:
+            roots[key] = Root(FaultClass.DEVICE_STALL, (rank,), confidence, stop, nodes, note="done")
+        else:
+            old.ranks = tuple(sorted((*old.ranks, rank)))
+            old.nodes, old.confidence = old.nodes + nodes, min(old.confidence, confidence)
+    out = list(roots.values())
+    for stop in graph.stops:
+        behind = _not_started(graph, stop)
+        if behind:
+            few = len(behind) <= len(stop.calls) - len(behind)
+            nodes = (stop.node, *(n for r in behind for n in graph.rank_nodes(r)))
+            out.append(Root(FaultClass.DEVICE_STALL, behind, 0.85 if few else 0.6, stop, nodes, note="started"))
+    return out
+
+
+def _not_started(graph: Graph, stop: Stop) -> tuple[int, ...]:
+    flights = graph.world.flights
+    if not any(c.op.state is OpState.STARTED for c in stop.calls.values()):
+        return ()
+    return tuple(
+        r
+        for r in sorted(stop.waiters)
+        if stop.calls[r].op.state is OpState.ISSUED and flights[r].has_timing and r not in graph.lagging
+    )
+
+
+def _arrived(graph: Graph) -> list[Root]:
+    """Everybody stands in it and it does not end."""
+    roots: dict[tuple[object, ...], Root] = {}
+    for stop in graph.stops:
+        if not stop.waiters or stop.lacks or stop.done_on or stop.failed_on or _not_started(graph, stop):
+            continue
+        if stop.is_p2p and stop.src is None:
+            continue
+        ops = {r: c.op for r, c in stop.calls.items()}
+        if not stop.is_p2p and differences(ops) is not None:
+            continue
+        is_first = not stop.is_p2p and _is_first(stop)
+        cls = FaultClass.START_UP if is_first else FaultClass.IN_FLIGHT_NETWORK
+        confidence = 0.6
+        if stop.is_p2p and not stop.is_paired:
+            confidence = 0.45
+        if stop.group.is_inferred:
+            confidence = 0.4
+        members = tuple(sorted(stop.calls)) if stop.is_p2p or stop.group.is_inferred else stop.group.members
+        sums = uneven_sums(ops, stop.group.members) if not stop.is_p2p else None
+        note = f"members send {sums[0]} elements and expect {sums[1]}" if sums else ""
+        roots[(stop.node,)] = Root(FaultClass.SIZE_MISMATCH if sums else cls, members, confidence, stop, (stop.node,),
+                                   note=note)  # fmt: skip
+    return list(roots.values())
+
+
+def _is_first(stop: Stop) -> bool:
+    records = [stop.group.records[r] for r in stop.calls if r in stop.group.records]
+    return stop.seq <= 1 and all(not (rec.done_seq or 0) for rec in records)
+
+
+def _mismatches(graph: Graph, details: FlightDetails | None) -> list[Root]:
+    roots = []
+    for stop in graph.stops:
+        if not stop.waiters or stop.is_p2p:
+            continue
+        ops = {r: c.op for r, c in stop.calls.items()}
+        ops |= {r: c.op for r, c in graph.world.failed_at.get((stop.group.index, stop.seq), {}).items()}
+        if details is not None and (stop.done_on or stop.failed_on) and (stop.is_rooted or stop.group.is_host):
+            ops |= _recorded(stop.group, stop.seq, [r for r in stop.done_on + stop.failed_on if r not in ops], details)
+        found = differences(ops)
+        if found is not None:
+            roots.append(_mismatch(graph, stop, found, ops, details))
+    return roots
+
+
+def _recorded(group: Group, seq: int, ranks: Sequence[int], details: FlightDetails) -> dict[int, FlightOp]:
+    found: dict[int, FlightOp] = {}
+    for rank in ranks[:MAX_WITNESSES]:
+        op = next((o for o in details.ops(rank, group.name, seq, seq) if o.seq == seq and not o.is_p2p), None)
+        if op is not None:
+            found[rank] = op
+    return found
+
+
+def _mismatch(
+    graph: Graph, stop: Stop, found: Difference, ops: dict[int, FlightOp], details: FlightDetails | None
+) -> Root:
+    nodes = (stop.node, *(n for r in stop.calls for n in graph.rank_nodes(r)))
+    ranks: tuple[int, ...] = found.odd
+    confidence, note = 0.9 if len(found.sides[0][0]) >= 2 * len(found.odd) else 0.75, ""
+    if found.is_tie:
+        confidence = 0.6
+        odd = _odd_by_habit(graph.world, stop.group, found, ops, details)
+        if odd:
+            ranks, confidence, note = odd, 0.75, "the other side calls what it and others called before"
+    return Root(found.cls, ranks, confidence, stop, nodes, difference=found, note=note,
+                members=tuple(sorted(ops)))  # fmt: skip
+
+
+def _odd_by_habit(
+    world: World, group: Group, found: Difference, ops: dict[int, FlightOp], details: FlightDetails | None
+) -> tuple[int, ...]:
+    """Of two even sides the one whose call no rank of a group of the same kind makes, or that no longer calls at this
+    place what it called there before; empty: nothing tells."""
+    from steadyrun.detect.waits.signature import signature
+
+    sides = [ranks for ranks, _ in found.sides[:2]]
+    seq = next(iter(ops.values())).seq
+    peers: list[FlightOp] = []
+    for sibling in world.groups:
+        if sibling is group or sibling.kind != group.kind or len(peers) >= 8:
+            continue
+        calls = world.at.get((sibling.index, seq), {})
+        peers += [c.op for c in list(calls.values())[:1]]
+        if not calls and details is not None:
+            peers += list(_recorded(sibling, seq, list(sibling.records)[:1], details).values())
+    alike = [sum(signature(p) == signature(ops[ranks[0]]) for p in peers) for ranks in sides]
+    if (alike[0] > 0) != (alike[1] > 0):
+        return sides[0] if alike[0] == 0 else sides[1]
+    if details is None:
+        return ()
+    steady = []
+    for ranks in sides:
+        op = ops[ranks[0]]
+        before = details.ops(ranks[0], group.name, max(0, op.seq - 160), op.seq - 1)
+        same = [o for o in before if o.site == op.site and not o.is_p2p and op.site is not None]
+        steady.append(None if not same else signature(same[-1]) == signature(op))
+    if steady[0] is not None and steady[1] is not None and steady[0] != steady[1]:
+        return sides[0] if not steady[0] else sides[1]
+    return ()
+
+
+# -- rings of waits ----------------------------------------------------------------------------------------------------
+def _rings(graph: Graph) -> list[Root]:
+    roots = []
+    for part in graph.components():
+        inside = set(part)
+        ranks = tuple(sorted({r for n in part if (r := graph.rank_of(n)) is not None}))
+        stops = tuple(graph.stop_at[n] for n in sorted(part) if n in graph.stop_at)
+        if len(ranks) < 2:
+            continue
+        is_closed = all(t in inside for n in part for t in graph.edges.get(n, ()))
+        roots.append(_ring(graph, ranks, stops, tuple(part), is_closed))
+    return roots
+
+
+def _ring(
+    graph: Graph, ranks: tuple[int, ...], stops: tuple[Stop, ...], part: tuple[int, ...], is_closed: bool
+) -> Root:
+    pairs = [s for s in stops if s.src is not None]
+    odd, is_early = _odd_in_ring(graph, ranks, stops)
+    base = 0.65 if is_closed else 0.4
+    if any(s.group.is_inferred for s in stops):
+        base = min(base, 0.5)
+    shown = _ring_order(graph, ranks, stops)
+    if odd:
+        stop = next((graph.heads[(r, MAIN)] for r in odd if (r, MAIN) in graph.heads), stops[0])
+        confidence = base + 0.1 if is_closed and len(odd) == 1 else base
+        return Root(FaultClass.DEADLOCK_CYCLE, odd, confidence, stop, part, is_closed, ring=shown, members=ranks,
+                    note="it calls them in another order than the others" if is_early else "")  # fmt: skip
+    missing = [s for s in pairs if any(k.reason is not WaitReason.NO_DUMP for k in s.lacks.values())]
+    if missing and (len(pairs) == len(stops) or len(ranks) > 2):
+        stop = min(missing, key=lambda s: (s.since_ns or 0, s.node))
+        ends = tuple(sorted((stop.src or 0, stop.dst or 0)))
+        called = [s for s in missing if len(s.calls) == 2]
+        cls = FaultClass.DEADLOCK_CYCLE if len(called) == len(missing) == len(stops) else FaultClass.P2P_UNMATCHED
+        return Root(cls, ends, base, stop, part, is_closed, ring=shown, members=ranks)
+    return Root(FaultClass.DEADLOCK_CYCLE, ranks, base, stops[0], part, is_closed, ring=shown, members=ranks)
+
+
+def _ring_order(graph: Graph, ranks: Sequence[int], stops: Sequence[Stop]) -> tuple[Stop, ...]:
+    """One shortest way around, for the words and the drawing."""
+    inside = set(stops)
+    start = stops[0]
+    came: dict[Stop, Stop | None] = {start: None}
+    todo = [start]
+    for stop in todo:
+        for rank in stop.lacks:
+            after = graph.head(rank)
+            if after is None or after not in inside:
+                continue
+            if after is start:
+                path: list[Stop] = []
+                at: Stop | None = stop
+                while at is not None:
+                    path.append(at)
+                    at = came[at]
+                return tuple(reversed(path))
+            if after not in came:
+                came[after] = stop
+                todo.append(after)
+    return tuple(stops)
+
+
+def _odd_in_ring(graph: Graph, ranks: Sequence[int], stops: Sequence[Stop]) -> tuple[tuple[int, ...], bool]:
+    """Who does not do what ranks in the same place do, and whether that is by calling something too early.
+
+    Everybody who stands in an operation has made the same calls before it, in groups of one kind, except for who left
+    the others' order. Ranks outside of the ring count as witnesses.
+    """
+    world = graph.world
+    collectives = [s for s in stops if not s.is_p2p]
+    guilty: set[int] = set()
+    cleared: set[int] = set()
+    inside = set(ranks)
+    for stop in collectives:
+        standing = _standing_like(graph, stop)
+        for other in collectives:
+            if other.group is stop.group:
+                continue
+            before = {r: n for r in standing if (n := _called_before(graph, r, other.group, stop)) is not None}
+            counts = Counter(before.values())
+            if not counts:
+                continue
+            (usual, n), *rest = counts.most_common(2)
+            if n < 2 or (rest and rest[0][1] * 2 > n):
+                continue
+            guilty |= {r for r, k in before.items() if k != usual and r in inside}
+            cleared |= {r for r, k in before.items() if k == usual and r in inside}
+    guilty -= cleared if len(guilty - cleared) else set()
+    if guilty:
+        return tuple(sorted(guilty)), True
+    left = inside - cleared
+    if cleared and left and len(left) < len(inside):
+        return tuple(sorted(left)), False
+    lonely = [s for s in collectives if len([r for r in s.waiters if r in inside]) == 1]
+    crowded = [s for s in collectives if len([r for r in s.waiters if r in inside]) > 1]
+    if len(lonely) == 1 and crowded and len(collectives) == len(stops) == 2:
+        return tuple(r for r in lonely[0].waiters if r in inside), True
+    _ = world
+    return (), False
+
+
+def _standing_like(graph: Graph, stop: Stop) -> list[int]:
+    """Ranks that stand in this operation, or in the one of the same number of a group of the same kind."""
+    found: list[int] = []
+    for other in graph.stops:
+        if other.seq == stop.seq and not other.is_p2p and other.group.kind == stop.group.kind:
+            found += other.waiters
+    return found
+
+
+def _called_before(graph: Graph, rank: int, group: Group, stop: Stop) -> int | None:
+    """How many collectives of the rank's group of this kind it had called before the one it stands in."""
+    mine = next((g for g in graph.world.groups_of.get(rank, ()) if g is group or g.kind == group.kind), None)
+    head = graph.heads.get((rank, MAIN))
+    if mine is None or head is None:
+        return None
+    issued = mine.issued.get(rank)
+    if issued is None:
+        return None
+    place = head.calls[rank].place
+    later = sum(1 for c in graph.world.open[rank] if c.group is mine and not c.op.is_p2p and c.place > place)
+    return issued - later
+
+
+# -- shifted calls -----------------------------------------------------------------------------------------------------
+def _shifts(
+    graph: Graph, details: FlightDetails | None, mismatches: Sequence[Root], rings: Sequence[Root],
+    absent: Sequence[Root],
+) -> list[Root]:  # fmt: skip
+    world = graph.world
+    strays = window_strays(world)
+    suspects: dict[int, list[int]] = {}
+    windows: dict[int, int] = {}
+    for index, found in strays.items():
+        suspects.setdefault(index, []).extend(found)
+        windows[index] = min(found.values())
+    for root in (*mismatches, *rings, *absent):
+        stops = root.ring or ((root.stop,) if root.stop is not None else ())
+        for stop in stops:
+            if stop.is_p2p or (root in absent and (not root.is_hard or root.cls is not FaultClass.HOST_STALL)):
+                continue
+            suspects.setdefault(stop.group.index, []).extend((*root.ranks, *stop.waiters[:4], *stop.lacks))
+    roots = []
+    seen: set[tuple[int, ...]] = set()
+    order = sorted(suspects, key=lambda g: (g not in windows, len(world.groups[g].members)))
+    for index in order[:MAX_SHIFT_GROUPS]:
+        group = world.groups[index]
+        shift = find_shift(world, group, suspects[index], details, windows.get(index))
+        if shift is None and index in windows:
+            roots += _by_windows(graph, group, strays[index], rings, absent)
+        if shift is None or shift.ranks in seen:
+            continue
+        if set(shift.ranks) <= set(world.unknown):
+            continue
+        seen.add(shift.ranks)
+        cls = FaultClass.SKIPPED_COLLECTIVE if shift.by > 0 else FaultClass.EXTRA_COLLECTIVE
+        confidence = 0.6 if shift.is_tie else 0.85 if shift.matches >= SURE_MATCHES else 0.65
+        stop = _stop_in(graph, group)
+        nodes = tuple(n for r in shift.ranks for n in graph.rank_nodes(r)) + ((stop.node,) if stop else ())
+        roots.append(Root(cls, shift.ranks, confidence, stop, nodes, shift=shift))
+    return roots
+
+
+def _stop_in(graph: Graph, group: Group) -> Stop | None:
+    return next((s for s in graph.stops if s.group is group and not s.is_p2p and s.waiters), None)
+
+
+def _by_windows(
+    graph: Graph, group: Group, found: dict[int, int], rings: Sequence[Root], absent: Sequence[Root]
+) -> list[Root]:
+    """Without single entries only the window is known; who waits for whom hints at which of both it is."""
+    roots = []
+    for rank, window in found.items():
+        in_ring = any(rank in r.members for r in rings)
+        in_absent = any(rank in r.ranks for r in absent)
+        if not (in_ring or in_absent) or len(found) > 2:
+            continue
+        awaited = any(s.group is group and rank in s.lacks and rank not in s.calls and s.waiters for s in graph.stops)
+        cls = FaultClass.SKIPPED_COLLECTIVE if awaited else FaultClass.EXTRA_COLLECTIVE
+        stop = _stop_in(graph, group)
+        roots.append(Root(cls, (rank,), 0.6, stop, tuple(graph.rank_nodes(rank)), False, window=(group, window)))
+    return roots
+
+
+# -- operations that ended with an error -------------------------------------------------------------------------------
+def _failures(graph: Graph, roots: list[Root], details: FlightDetails | None) -> list[Root]:
+    """Ranks whose operations failed have lost a peer: what differs there, and who is not there to tell."""
+    world = graph.world
+    if not world.failed and not any(rec.has_failed for g in world.groups for rec in g.records.values()):
+        return roots
+    seen = {r for root in roots for r in root.ranks}
+    for (index, seq), calls in world.failed_at.items():
+        group = world.groups[index]
+        if any(root.stop is not None and root.stop.group is group and root.stop.seq == seq for root in roots):
+            continue
+        ops = {r: c.op for r, c in calls.items()} | {r: c.op for r, c in world.at.get((index, seq), {}).items()}
+        if details is not None:
+            ops |= _recorded(group, seq, [r for r in group.records if r not in ops], details)
+        failed = Stop(-1, group, seq, dict(calls), waiters=sorted(calls))
+        found = differences(ops)
+        if found is not None and not seen & set(found.odd):
+            roots.append(Root(found.cls, found.odd, 0.6 if found.is_tie else 0.8, failed, (), difference=found,
+                              members=tuple(sorted(ops))))  # fmt: skip
+            seen |= set(found.odd)
+        gone = [r for r in group.members if r in world.unknown and r not in seen]
+        if gone and len(gone) <= len(calls):
+            sure = all(world.is_gone(r) for r in gone)
+            cls = FaultClass.STOPPED_PROCESS if world.state(gone[0]) is RankState.STOPPED else FaultClass.DEAD_PROCESS
+            confidence = 0.5 if found is not None else 0.85 if sure else 0.6
+            roots.append(Root(cls, tuple(gone), confidence, failed, (), sure, note="others' operations with it failed"))
+            seen |= set(gone)
+    return roots
