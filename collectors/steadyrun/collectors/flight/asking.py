@@ -105,13 +105,14 @@ class RankAsker:
         if self._target.exit is None and self.state in ("T", "t"):
             self.missing.append(f"the process is stopped (state {self.state}) and answers nothing; it was left so")
         is_running = self._target.exit is None and self.state not in ("", "T", "t", "Z", "X")
+        at_exception = self._dumps_in_rank_dir(_AT_EXCEPTION)
         if is_running:
-            self._ask_running()
+            self._ask_running(is_ending=bool(at_exception))
         self._take_watchdogs()  # before torch is made to write to the same file
-        if is_running:
+        if is_running and not at_exception:
             self._make_nccl_write()
             self._make_server_write()
-        for recorder, path, _ in self._dumps_in_rank_dir(_AT_EXCEPTION):
+        for recorder, path, _ in at_exception or self._dumps_in_rank_dir(_AT_EXCEPTION):
             self._take(self.left, recorder, "exception", path)
 
     def has_traces(self) -> bool:
@@ -120,8 +121,10 @@ class RankAsker:
             return True
         return bool(self._dumps_in_rank_dir(_AT_EXCEPTION))
 
-    def _ask_running(self) -> None:
+    def _ask_running(self, is_ending: bool) -> None:
         server_said = self._ask_server()
+        if is_ending:  # its own dump is there, call sites and all; what it holds now is what teardown made of it
+            return
         rank_said = self._ask_rank()
         if self.live is None or not self.live.groups:
             return  # no process group yet: nothing is lacking
@@ -273,4 +276,4 @@ class RankAsker:
         return min(time.monotonic() + limit_s, self._deadline_s)
 
     def _left_s(self, limit_s: float) -> float:
-        return max(self._until_s(limit_s) - time.monotonic(), 0.001)
+        return max(round(self._until_s(limit_s) - time.monotonic(), 2), 0.01)

@@ -133,10 +133,15 @@ class _Shelf:
                 return
 
     def put_left(self, raw: RawDump) -> None:
-        """A dump from before: kept in any case, used where its recorder has given nothing now."""
+        """A dump from before: kept in any case.
+
+        The one that a failing rank made is its last word: what the recorder holds later comes from its teardown. A
+        watchdog's may be old: it is used where its recorder has given nothing now.
+        """
         kept = self._put(raw)
         used = self._used.get(kept.file.recorder)
-        if kept.dump is not None and (used is None or (kept.entries and not used.entries)):
+        is_last_word = raw.kind == "exception" and kept.entries > 0
+        if kept.dump is not None and (used is None or is_last_word or (kept.entries and not used.entries)):
             self._used[kept.file.recorder] = kept
 
     def _put(self, raw: RawDump) -> _Kept:
