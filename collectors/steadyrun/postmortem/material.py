@@ -30,7 +30,7 @@ MAX_RANK: Final = 1 << 20
 # What the agent writes beside the evidence, and what is in evidence.json already.
 _OWN_FILES: Final = re.compile(
     r"(rank_\d+\.)?(sections|proc|exception|loaded)\.json|(rank_\d+\.)?(stacks|log_tail)\.txt|report\.html"
-    r"|(evidence|verdict|timeouts|meta|truth)\.json|thread_exceptions\.jsonl|faults\.jsonl"
+    r"|(evidence|verdict|timeouts|truth)\.json|thread_exceptions\.jsonl|faults\.jsonl"
 )
 _LOG_NAME: Final = re.compile(
     r"\.(log|out|err|txt)(\.\d{1,3})?$|^(std)?(out|err)(put|or)?$|^log(s|file)?$", re.IGNORECASE
@@ -63,6 +63,7 @@ class Found:
     runs: list[Path] = field(default_factory=list)
     attempts: list[Evidence] = field(default_factory=list)
     dumps: list[Path] = field(default_factory=list)
+    notes: list[Path] = field(default_factory=list)
     logs: list[LogFile] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     seen: set[tuple[int, int]] = field(default_factory=set)
@@ -177,6 +178,9 @@ def _sort_file(path: Path, found: Found) -> None:
             head = f.read(HEAD_BYTES)
     except OSError as e:
         found.inputs.append(Input(path, None, InputStatus.UNREADABLE, e.strerror or str(e)))
+        return
+    if path.name == "meta.json":
+        found.notes.append(path)
         return
     if _OWN_FILES.fullmatch(path.name) or path.suffix in (".html", ".jsonl", ".py", ".md", ".gz", ".zip", ".tar"):
         found.inputs.append(Input(path, None, InputStatus.IGNORED, "", size))

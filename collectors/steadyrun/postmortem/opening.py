@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from steadyrun.collectors.flight.folder import LoadedFlights, load_folder
-
 from steadyrun.collectors.flight.sidecar import Sidecar
 from steadyrun.core.board import OpenSection
 from steadyrun.core.errors import SteadyrunError
@@ -19,6 +18,7 @@ from steadyrun.core.records import Evidence, ExceptionRecord, ExitRecord, Proces
 from steadyrun.postmortem.case import Case, Input, InputStatus, Moment
 from steadyrun.postmortem.loglines import LauncherExit, LogClock, LogException, LogReading, RankLog, merged, read_log
 from steadyrun.postmortem.material import Found, LogFile, find_material
+from steadyrun.postmortem.notes import Notes, read_notes
 from steadyrun.postmortem.runfolder import Incident, moments_of_ranks, read_timeline
 from steadyrun.postmortem.watchlog import flights_from_log
 from steadyrun.watch.uncaught import traceback_hash
@@ -83,6 +83,7 @@ class _Material:
     log_flights: dict[int, RankFlight] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
     newest_log_s: float | None = None
+    notes: list[Notes] = field(default_factory=list)
 
 
 def _read(found: Found, progress: Progress | None) -> _Material:
@@ -98,6 +99,11 @@ def _read(found: Found, progress: Progress | None) -> _Material:
         material.flights, material.sidecars = dict(loaded.flights), loaded.sidecars
         material.details = loaded.details
         material.inputs += _inputs_of(loaded)
+    for path in found.notes:
+        notes = read_notes(path)
+        material.notes.append(notes)
+        status = InputStatus.USED if notes else InputStatus.IGNORED
+        material.inputs.append(Input(path, None, status, "", _size_of(path)))
     readings = []
     limit = max(min(LOG_BYTES, ALL_LOGS_BYTES // max(len(found.logs), 1)), LEAST_LOG_BYTES)
     for i, log in enumerate(found.logs):
@@ -175,6 +181,9 @@ def _case(found: Found, material: _Material, world_size: int | None, paths: Sequ
     for rank, sidecar in material.sidecars.items():
         own = ranks.get(rank)
         ranks[rank] = _of_sidecar(sidecar) if own is None else _completed(own, _of_sidecar(sidecar))
+    for notes in material.notes:
+        for rank in {*notes.states, *notes.exceptions}:
+            ranks[rank] = _of_notes(ranks.get(rank) or _blank(rank), notes)
     for rank, told in log.ranks.items():
         if not told.is_silent or told.tail:
             ranks[rank] = _of_log(ranks.get(rank) or _blank(rank), told, material.newest_log_s)
@@ -236,6 +245,7 @@ def _with_tails(log: LogReading, ranks: Iterable[RankEvidence], incident: Incide
 
 def _world_size(base: Evidence | None, material: _Material, log: LogReading) -> int:
     sizes = [base.world_size] if base is not None else []
+    sizes += [n.world_size for n in material.notes if n.world_size is not None]
     sizes += [s.world_size for s in material.sidecars.values() if s.world_size is not None]
     sizes += [g.ranks[-1] + 1 for s in material.sidecars.values() for g in s.groups if g.ranks]
     sizes += [g.ranks[-1] + 1 for f in material.flights.values() for g in f.groups if g.ranks]
@@ -265,7 +275,7 @@ def _title(incident: Incident | None, paths: Sequence[Path]) -> str:
 
 
 def _blank(rank: int) -> RankEvidence:
-    return RankEvidence(rank, UNKNOWN_LOCAL_RANK, "", 0, 0)
+    return RankEvidence(rank, UNKNOWN_LOCAL_RANK, "", 0, 0, attached=True)  # nobody watched: no sign is no evidence
 
 
 def _completed(own: RankEvidence, other: RankEvidence) -> RankEvidence:
@@ -288,10 +298,7 @@ def _of_sidecar(sidecar: Sidecar) -> RankEvidence:
     if sidecar.section:
         sections = (OpenSection(sidecar.section, taken - (sidecar.section_age_s or 0.0)),)
     has_ended = sidecar.exit_code is not None or sidecar.exit_signal is not None
-    exception = None
-    if sidecar.exception:
-        type_, _, message = sidecar.exception.partition(": ")
-        exception = ExceptionRecord(type_, message, traceback_hash(type_, []), (), sidecar.step, taken)
+    exception = _exception_of_text(sidecar.exception, sidecar.step, taken)
     return RankEvidence(
         rank=sidecar.rank,
         local_rank=sidecar.local_rank if sidecar.local_rank is not None else UNKNOWN_LOCAL_RANK,
@@ -299,13 +306,34 @@ def _of_sidecar(sidecar: Sidecar) -> RankEvidence:
         pid=sidecar.pid or 0,
         attempt=sidecar.attempt or 0,
         step=sidecar.step,
+        attached=True,
         sections=sections,
         exit=ExitRecord(sidecar.exit_code, sidecar.exit_signal, taken) if has_ended else None,
         exception=exception,
-        process=ProcessFacts(sidecar.process_state, "", 0, 0.0, 0) if sidecar.process_state else None,
+        process=_process(sidecar.process_state),
         gpu=sidecar.gpu,
         files=tuple(d.file for d in sidecar.dumps),
         missing=sidecar.missing,
+    )
+
+
+def _exception_of_text(text: str, step: int | None, at_unix_s: float) -> ExceptionRecord | None:
+    """From ``Type: message``."""
+    if not text:
+        return None
+    type_, _, message = text.partition(": ")
+    return ExceptionRecord(type_, message, traceback_hash(type_, []), (), step, at_unix_s)
+
+
+def _process(state: str) -> ProcessFacts | None:
+    return ProcessFacts(state, "", 0, 0.0, 0) if state else None
+
+
+def _of_notes(own: RankEvidence, notes: Notes) -> RankEvidence:
+    return replace(
+        own,
+        process=own.process or _process(notes.states.get(own.rank, "")),
+        exception=own.exception or _exception_of_text(notes.exceptions.get(own.rank, ""), own.step, 0.0),
     )
 
 
