@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.collectors.evidence import EvidenceCollector, Target
+from steadyrun.collectors.flight.details import IncidentDetails
 from steadyrun.collectors.flight.source import FlightSource
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.clock import Clock
-from steadyrun.core.flight import RankFlight
+from steadyrun.core.flight import FlightDetails, RankFlight
 from steadyrun.core.records import (
     Evidence,
     ExitRecord,
@@ -254,7 +255,7 @@ class IncidentDesk:
             missing=tuple(missing),
         )
         offset_s = self._clock.unix_s() - self._clock.now_s()
-        judgement = _judgement(evidence, offset_s, offsets)
+        judgement = _judgement(evidence, offset_s, offsets, IncidentDetails(incident.folder))
         steps = [p["highest_step"] for p in progress if p.get("highest_step") is not None]
         outcome = outcome_of(
             evidence,
@@ -354,10 +355,12 @@ class IncidentDesk:
         self._collector.close()
 
 
-def _judgement(evidence: Evidence, offset_s: float, offsets: Mapping[str, float]) -> Judgement:
+def _judgement(
+    evidence: Evidence, offset_s: float, offsets: Mapping[str, float], flight_details: FlightDetails
+) -> Judgement:
     """Judge; without the flight records where these cannot be judged: they come from ranks and other nodes."""
     try:
-        return judge(evidence, wall_minus_mono_s=offset_s, offsets=offsets)
+        return judge(evidence, wall_minus_mono_s=offset_s, offsets=offsets, details=flight_details)
     except Exception as e:
         if all(r.flight is None for r in evidence.ranks):
             raise

@@ -22,6 +22,7 @@ import pytest
 
 import steadyrun.core.board
 from steadyrun.collectors.evidence import EvidenceCollector, Target
+from steadyrun.collectors.flight.details import IncidentDetails
 from steadyrun.collectors.flight.sidecar import Sidecar, sidecar_from_json
 from steadyrun.collectors.flight.source import FlightSource
 from steadyrun.collectors.flight.unpickle import load_dump
@@ -179,6 +180,16 @@ def test_what_ranks_in_trouble_tell(ranks: list[Rank], tmp_path: Path, wait_unti
     assert told[2].process_state == "T"
     assert all(s.boot_id and s.host and s.torch and s.pid == r.process.pid for s, r in zip(told, ranks, strict=True))
 
+    details = IncidentDetails(folder)
+    first, second = details.ops(0, "0", 1, 2)
+    assert (first.seq, first.in_sizes, second.seq) == (1, ((4,),), 2)
+    assert first.site is not None
+    assert first.site.endswith("in exchange")
+    assert [op.seq for op in details.ops(1, "0", ROUNDS, ROUNDS + 5)] == [ROUNDS]
+    assert list(details.ops(2, "0", 1, 2)) == []  # it has left no dump
+    assert list(details.ops(7, "0", 1, 2)) == []
+    assert list(IncidentDetails(folder, limit_s=0.0).ops(0, "0", 1, 2)) == []
+
     # Rank 1 dies, so that rank 0 meets an error and dies of the exception.
     ranks[1].process.kill()
     ranks[1].process.wait(30)
@@ -192,5 +203,6 @@ def test_what_ranks_in_trouble_tell(ranks: list[Rank], tmp_path: Path, wait_unti
     assert found[0].flight.entries == ROUNDS + 1
     assert sidecar(tmp_path, 2, 0).exception.startswith("RuntimeError: ")
     assert sidecar(tmp_path, 2, 0).exit_code == 1
+    assert found[0].flight.ops[0].site is not None  # its own last dump counts
     assert found[1].flight is None  # killed: it has left nothing
     assert flight_from_json(flight_to_json(found[0].flight)) == found[0].flight
