@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from steadyrun.core.classes import FaultClass
 from steadyrun.detect.grouping import group_ranks, place_of
@@ -87,12 +88,13 @@ class _Folding:
 
     def chain(self) -> Chain:
         self._spread(self._roots())
-        rest = [r for r in self._waits_of if r not in self._depth]
-        if rest:  # waits that lead to nobody who is blamed
-            ends = {
-                q: None for r in rest for i in self._waits_of[r] for q in self._waits[i].on if q not in self._waits_of
-            }
-            self._spread(dict.fromkeys(ends) or {rest[0]: None})
+        # What is left leads to nobody who is blamed: from its ends, then from anywhere in the rings without an end.
+        left = [r for r in self._waits_of if r not in self._depth]
+        ends = {q for r in left for i in self._waits_of[r] for q in self._waits[i].on if q not in self._waits_of}
+        self._spread(dict.fromkeys(sorted(ends)))
+        for rank in left:
+            if rank not in self._depth:
+                self._spread({rank: None})
         self._fold()
         return Chain(tuple(self._places), tuple(self._rings()))
 
@@ -134,15 +136,18 @@ class _Folding:
             members: dict[tuple[object, ...], list[int]] = {}
             for rank in sorted(by_depth[depth]):
                 members.setdefault(self._key(rank, depth), []).append(rank)
-            for ranks in sorted(members.values(), key=lambda m: (self._cause_order(m[0]), -len(m), m[0])):
+            for ranks in sorted(members.values(), key=self._order):
                 index = len(self._places)
                 self._places.append(self._place(tuple(ranks), depth))
                 for rank in ranks:
                     self._place_of[rank] = index
 
-    def _cause_order(self, rank: int) -> int:
-        cause = self._cause[rank]
-        return len(self._report.findings) if cause is None else cause
+    def _order(self, ranks: Sequence[int]) -> tuple[int, float, int, int]:
+        """By root cause, then who began to wait first."""
+        cause = self._cause[ranks[0]]
+        wait = self._wait(ranks[0])
+        since = wait.since_unix_s if wait is not None and wait.since_unix_s is not None else inf
+        return len(self._report.findings) if cause is None else cause, since, -len(ranks), ranks[0]
 
     def _key(self, rank: int, depth: int) -> tuple[object, ...]:
         wait = self._wait(rank)

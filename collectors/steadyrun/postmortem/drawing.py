@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ from steadyrun.postmortem.words import (
     clock_words,
     end_unix_s,
     home_words,
+    listed_ranks,
     op_words,
     rank_words,
     short_ranks,
@@ -27,10 +29,12 @@ from steadyrun.postmortem.words import (
 __all__ = ["draw_axis", "draw_chain", "draw_lane", "escape"]
 
 
+_UNSHOWN: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 def escape(text: object) -> str:
-    """*text* for HTML, attributes too; control characters, which no browser shows, become U+FFFD."""
-    plain = "".join(c if c >= " " or c in "\t\n" else "\ufffd" for c in str(text))
-    return html.escape(plain)
+    """*text* for HTML, attributes too; what no browser shows and UTF-8 cannot hold becomes U+FFFD."""
+    return html.escape(_UNSHOWN.sub("\ufffd", str(text)))
 
 
 # -- the chain of waits ------------------------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ class _Painter:
             head = short_ranks(place.ranks)
         lines.append(_Line("who", head))
         home = home_words(place.ranks, self._by_rank)
-        under = [rank_words(place.ranks)] if head.endswith(" wait") else []
+        under = [f"ranks {listed_ranks(place.ranks)}"] if head.endswith(" wait") else []
         if home:
             under.append(home)
         if under:

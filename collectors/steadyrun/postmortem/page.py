@@ -95,7 +95,7 @@ def _title(report: Report) -> str:
 def _head(report: Report) -> str:
     evidence = report.case.evidence
     main = report.findings[0] if report.findings else None
-    top = [f"<span>{escape(k)} <b>{escape(v)}</b></span>" for k, v in report.head]
+    top = [f"<span>{escape(k)} <b>{escape(v)}</b></span>" for k, v in report.head if v not in report.case.title]
     if not any(k in ("ranks", "world size") for k, _ in report.head):
         top.append(f"<span>ranks <b>{evidence.world_size}</b></span>")
     end_s = end_unix_s(report)
@@ -279,7 +279,10 @@ def _lanes(report: Report, chart: LaneChart) -> str:
     lanes = []
     for lane in chart.lanes[:_LANES]:
         home = home_words(lane.ranks, by_rank)
+        name = rank_words(lane.ranks)
         count = f"{len(lane.ranks)} ranks" if len(lane.ranks) > 2 else ""
+        if ": " in name:
+            name, count = name.split(": ", 1)
         under = "".join(
             f"<span>{escape(t)}</span>" for t in (" · ".join(s for s in (count, home) if s), lane.note) if t
         )
@@ -288,7 +291,7 @@ def _lanes(report: Report, chart: LaneChart) -> str:
             spread = age_words(max(lane.starts_s) - min(lane.starts_s))
             arrivals = f"<details><summary>each rank, {spread} from first to last</summary>{arrivals}</details>"
         lanes.append(
-            f'<div class="lane {lane.role}"><div class="who"><b>{escape(rank_words(lane.ranks))}</b>{under}</div>'
+            f'<div class="lane {lane.role}"><div class="who"><b>{escape(name)}</b>{under}</div>'
             f"{draw_lane(lane, chart.axis)}{arrivals}</div>"
         )
     axis = f'<div class="lane axis-row"><div class="who"></div>{draw_axis(chart)}</div>'
@@ -333,21 +336,21 @@ def _groups(report: Report) -> str:
         return ""
     apart = [p for p in progress if p.is_apart]
     level = [p for p in progress if not p.is_apart]
-    apart.sort(key=lambda p: (-len(p.ahead), p.desc))
-    rows = [p.cells(report.case.evidence.world_size) for p in apart[:_ROWS]]
     parts = []
-    if rows:
+    if apart:
+        blamed = blamed_ranks(report)
+        folded = _fold_rows(apart, lambda p: (p.desc, p.backend, p.top, _span(p.done.values()), len(p.ranks)))
+        folded.sort(key=lambda same: (not any(r in blamed for p in same for r in p.behind), -len(same)))
         parts.append('<p class="lead">Groups in which not every member has called the same number of collectives.</p>')
-        folded = _fold_rows(rows, lambda row: (row[0].split(" (")[0], row[3], row[4]))
         head = ("group", "members", "backend", "called", "done", "behind")
-        parts.append(_table(head, [_group_cells(same) for same in folded]))
-        if len(apart) > _ROWS:
-            parts.append(f'<p class="dim">and {len(apart) - _ROWS} more groups</p>')
+        parts.append(_table(head, [_group_row(same, report.case.evidence.world_size) for same in folded[:_ROWS]]))
+        if len(folded) > _ROWS:
+            parts.append(f'<p class="dim">and {len(folded) - _ROWS} more rows</p>')
     if level:
-        stuck = [p for p in level if p.is_open]
-        text = f"{len(level)} group{'s' * (len(level) != 1)}: every member has called the same number of collectives"
-        if stuck:
-            text += f"; in {len(stuck)} of them the newest is not done"
+        stuck = sum(p.is_open for p in level)
+        what = "1 group" if len(level) == 1 else f"{len(level)} groups"
+        text = f"In {what} every member has called the same number of collectives"
+        text += f"; in {stuck} of them the newest is not done" if stuck else ", and all are done"
         parts.append(f'<p class="dim">{text}.</p>')
     return "".join(parts)
 
@@ -361,6 +364,10 @@ class _Progress:
         self.done: dict[int, int] = {}
 
     @property
+    def top(self) -> int:
+        return max(self.issued.values())
+
+    @property
     def is_apart(self) -> bool:
         return len(set(self.issued.values())) > 1
 
@@ -369,26 +376,29 @@ class _Progress:
         return any(self.done.get(r, -1) < n for r, n in self.issued.items())
 
     @property
-    def ahead(self) -> tuple[int, ...]:
-        top = max(self.issued.values(), default=0)
-        return tuple(r for r, n in self.issued.items() if n == top)
+    def behind(self) -> dict[int, int]:
+        """Who has not called the newest, and what it called last."""
+        return {r: n for r, n in self.issued.items() if n < self.top}
 
-    def cells(self, world_size: int) -> tuple[str, ...]:
-        top = max(self.issued.values())
-        behind = [r for r, n in self.issued.items() if n < top]
-        silent = [r for r in self.ranks if r not in self.issued]
-        words = ", ".join(
-            f"{rank_words(list(g))} at #{n}" for n, g in _by_value({r: self.issued[r] for r in behind})[:3]
-        )
-        if silent:
-            words += ("; " if words else "") + f"nothing known of {rank_words(silent)}"
-        name = (
-            f"{self.desc} ({self.name})"
-            if self.desc and self.name and self.desc != self.name
-            else self.desc or self.name
-        )
-        members = rank_words(self.ranks, world_size) if self.ranks else f"{len(self.issued)} seen"
-        return name, members, self.backend, f"#{top}", _span(self.done.values()), words
+
+def _group_row(same: Sequence[_Progress], world_size: int) -> tuple[str, ...]:
+    """Groups of one kind that came equally far, with their stragglers together."""
+    one = same[0]
+    name = one.desc or one.name
+    if len(same) > 1:
+        name += f", {len(same)} groups"
+    elif one.name and one.name != name:
+        name += f" ({one.name})"
+    members = rank_words(one.ranks, world_size) if one.ranks else f"{len(one.issued)} seen"
+    if len(same) > 1:
+        members = f"{len(one.ranks or one.issued)} ranks each"
+    behind = {r: n for p in same for r, n in p.behind.items()}
+    words = ", ".join(f"{rank_words(ranks)} at #{n}" for n, ranks in _by_value(behind)[:3])
+    silent = {r for p in same for r in p.ranks if r not in p.issued}
+    if silent:
+        words += f"; nothing known of {rank_words(sorted(silent))}"
+    done = _span(n for p in same for n in p.done.values())
+    return tuple(escape(c) for c in (name, members, one.backend, f"#{one.top}", done, words))
 
 
 def _span(values: Iterable[int]) -> str:
@@ -401,14 +411,6 @@ def _span(values: Iterable[int]) -> str:
 def _by_value(numbers: Mapping[int, int]) -> list[tuple[int, list[int]]]:
     order = sorted(numbers, key=lambda r: (numbers[r], r))
     return [(n, list(ranks)) for n, ranks in groupby(order, key=lambda r: numbers[r])]
-
-
-def _group_cells(same: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    name, members, backend, called, done, behind = same[0]
-    if len(same) > 1:
-        name = f"{name} and {len(same) - 1} like it"
-        behind = "; ".join(row[5] for row in same[:3]) + (" …" if len(same) > 3 else "")
-    return tuple(escape(c) for c in (name, members, backend, called, done, behind))
 
 
 def _fold_rows(rows: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:

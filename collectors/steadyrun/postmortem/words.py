@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 from steadyrun.core.classes import FaultClass
@@ -23,6 +24,7 @@ __all__ = [
     "end_unix_s",
     "flight_finding",
     "home_words",
+    "listed_ranks",
     "op_words",
     "plausible_unix_s",
     "rank_words",
@@ -88,15 +90,30 @@ def size_words(size_bytes: int) -> str:
 
 
 def rank_words(ranks: Sequence[int], world_size: int = 0) -> str:
-    """``rank 3``, ``ranks 0-5 and 7``, ``all 1024 ranks``, ``128 ranks: 0, 8, 16 … 1016``."""
+    """``rank 3``, ``ranks 0-5 and 7``, ``all 1024 ranks``, ``128 ranks: 0, 8, 16 … 1016, every 8th``."""
     count = len(set(ranks))
     if world_size and count == world_size and count > 2:
         return f"all {world_size} ranks"
     words = name_ranks(ranks)
     if " more ranges" not in words:
         return words
+    return f"{count} ranks: {listed_ranks(ranks)}"
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """``3``, ``0-5 and 7``, ``5, 13, 21 … 1021, every 8th``: the numbers alone, at most about 40 characters."""
+    words = name_ranks(ranks).partition(" ")[2]
+    if " more ranges" not in words:
+        return words
     ordered = sorted(set(ranks))
-    return f"{count} ranks: {', '.join(map(str, ordered[:3]))} … {ordered[-1]}"
+    step = ordered[1] - ordered[0]
+    is_even = all(b - a == step for a, b in pairwise(ordered))
+    return f"{', '.join(map(str, ordered[:3]))} … {ordered[-1]}" + (f", every {_ordinal(step)}" if is_even else "")
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
