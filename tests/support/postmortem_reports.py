@@ -1,4 +1,4 @@
-"""Reports made by hand, for tests of what people are shown: a ring, a stall, a mismatch, a dead program, hostile texts."""
+"""Reports made by hand, for tests of what people are shown: a ring, a stall, a mismatch, an error, hostile texts."""
 
 from __future__ import annotations
 

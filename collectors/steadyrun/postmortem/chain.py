@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from steadyrun.core.classes import FaultClass
+from steadyrun.core.flight import FlightOp
 from steadyrun.detect.grouping import group_ranks, place_of
 from steadyrun.detect.waits.records import FlightJudgement, Wait, WaitReason
 from steadyrun.postmortem.case import Report
@@ -73,6 +74,7 @@ class _Folding:
     def __init__(self, report: Report, flight: FlightJudgement, blamed: dict[int, int]) -> None:
         self._report, self._flight, self._blamed = report, flight, blamed
         self._waits = flight.waits
+        self._by_rank = {r.rank: r for r in report.case.evidence.ranks}
         self._waits_of: dict[int, list[int]] = {}  # rank: waits it stands in
         self._waits_on: dict[int, list[int]] = {}  # rank: waits for it
         for i, wait in enumerate(self._waits):
@@ -179,18 +181,31 @@ class _Folding:
         base = Place(ranks, depth, self._cause[first])
         if depth:
             base = replace(base, parent=self._parent(first), reason=waits[0].reason)
+        own = self._own_call(first, waits) if depth == 0 else None
         if waits:
             since = [w.since_unix_s for w in waits if w.since_unix_s is not None]
             return replace(
                 base,
-                op=waits[0].op,
+                op=own.name if own is not None else waits[0].op,
                 desc=waits[0].desc,
                 seqs=tuple(sorted({w.seq for w in waits})),
                 groups=len({w.group for w in waits}),
-                site=next((w.site for w in waits if w.site), None),
+                site=own.site if own is not None else next((w.site for w in waits if w.site), None),
                 since_unix_s=min(since, default=None),
             )
         return _idle_place(base, self._report)
+
+    def _own_call(self, rank: int, waits: Sequence[Wait]) -> FlightOp | None:
+        """What *rank* itself called in the place of the wait's operation, which may differ."""
+        record = self._by_rank.get(rank)
+        flight = record.flight if record is not None else None
+        if flight is None or not waits:
+            return None
+        for op in flight.ops:
+            name = flight.groups[op.group].name if 0 <= op.group < len(flight.groups) else None
+            if (name, op.seq) == (waits[0].group, waits[0].seq):
+                return op
+        return None
 
     def _rings(self) -> Iterable[tuple[int, tuple[int, ...]]]:
         for number, finding in enumerate(self._report.findings):
@@ -201,8 +216,8 @@ class _Folding:
                 yield number, self._walk(places)
 
     def _walk(self, places: Sequence[int]) -> tuple[int, ...]:
-        order = [places[0]]
-        left = set(places[1:])
+        order = [min(places, key=lambda i: self._places[i].ranks[0])]
+        left = set(places) - set(order)
         while left:
             here = self._wait(self._places[order[-1]].ranks[0])
             ahead = Counter(self._place_of[q] for q in (here.on if here else ()) if self._place_of.get(q) in left)

@@ -18,7 +18,7 @@ from steadyrun.postmortem.words import (
     REASON_WORDS,
     age_words,
     clock_words,
-    end_unix_s,
+    end_of,
     home_words,
     listed_ranks,
     op_words,
@@ -103,7 +103,7 @@ class _Painter:
     def __init__(self, report: Report, chain: Chain, indices: Sequence[int], ring: Sequence[int]) -> None:
         self._report, self._chain, self._ring = report, chain, tuple(ring)
         self._by_rank: Mapping[int, RankEvidence] = {r.rank: r for r in report.case.evidence.ranks}
-        self._end_s = end_unix_s(report)
+        self._end = end_of(report)
         self._indices = tuple(indices)
         self.layers: list[list[int]] = []
         for i in indices:
@@ -227,11 +227,11 @@ class _Painter:
             lines.append(_Line("code", place.site))
         since = clock_words(place.since_unix_s)
         if since:
-            age = self._end_s - (place.since_unix_s or 0.0) if self._end_s is not None else 0.0
+            age = self._end.age_words(place.since_unix_s) if self._end is not None else ""
             if place.op:
-                lines.append(_Line("dim", f"since {since}" + (f", for {age_words(age)}" if age > 0 else "")))
+                lines.append(_Line("dim", f"since {since}" + (f", for {age}" if age else "")))
             else:
-                lines.append(_Line("dim", f"last call {since}" + (f", {age_words(age)} ago" if age > 0 else "")))
+                lines.append(_Line("dim", f"last call {since}" + (f", {age} ago" if age else "")))
         if reason := self._reason(index):
             lines.append(_Line("why", f"↑ {reason}"))
         return tuple(lines)
@@ -373,7 +373,7 @@ def draw_axis(chart: LaneChart) -> str:
         age = axis.right_s - at_s
         words = clock_words(at_s, digits)
         texts.append(f'<text x="{axis.at(at_s):.2f}%" y="12" text-anchor="{anchor}">{words}</text>')
-        below = "evidence taken" if age <= 0 else f"{age_words(age)} before"
+        below = chart.end_words if age <= 0 else f"{age_words(age)} before"
         texts.append(f'<text class="dim" x="{axis.at(at_s):.2f}%" y="26" text-anchor="{anchor}">{below}</text>')
     return f'<svg class="axis" width="100%" height="32">{"".join(texts)}</svg>'
 

@@ -15,7 +15,7 @@ from steadyrun.postmortem.words import (
     age_words,
     blamed_ranks,
     clock_words,
-    end_unix_s,
+    end_of,
     op_words,
     plausible_unix_s,
     state_words,
@@ -96,6 +96,7 @@ class LaneChart:
 
     lanes: tuple[Lane, ...] = ()
     axis: Axis | None = None
+    end_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +108,18 @@ class _Member:
 
 def chart_lanes(report: Report, chain: Chain) -> LaneChart:
     """One lane per kind of rank; empty where no record holds a time."""
-    end_s = end_unix_s(report)
-    if end_s is None:
+    end = end_of(report)
+    if end is None:
         return LaneChart()
+    end_s = end.at_unix_s
     folded = _fold(report, chain)
     lanes = [_lane(report, role, members, end_s, i < _LANES_WITH_HISTORY) for i, (role, members) in enumerate(folded)]
     if not any(lane.bars or lane.ticks for lane in lanes):
         return LaneChart()
     axis = _axis(lanes, end_s)
-    return LaneChart(tuple(lanes), axis)
+    if not end.is_taken:  # room for the bars that are open
+        axis = Axis(axis.left_s, end_s + max(0.4 * (end_s - axis.left_s), 0.001))
+    return LaneChart(tuple(lanes), axis, "evidence taken" if end.is_taken else "after the newest record")
 
 
 def _fold(report: Report, chain: Chain) -> list[tuple[str, list[_Member]]]:

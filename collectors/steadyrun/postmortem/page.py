@@ -26,7 +26,7 @@ from steadyrun.postmortem.words import (
     age_words,
     blamed_ranks,
     clock_words,
-    end_unix_s,
+    end_of,
     flight_finding,
     home_words,
     op_words,
@@ -98,9 +98,10 @@ def _head(report: Report) -> str:
     top = [f"<span>{escape(k)} <b>{escape(v)}</b></span>" for k, v in report.head if v not in report.case.title]
     if not any(k in ("ranks", "world size") for k, _ in report.head):
         top.append(f"<span>ranks <b>{evidence.world_size}</b></span>")
-    end_s = end_unix_s(report)
-    if end_s is not None:
-        top.append(f"<span>evidence taken <b>{_date(end_s)}</b></span>")
+    end = end_of(report)
+    if end is not None:
+        word = "evidence taken" if end.is_taken else "newest record"
+        top.append(f"<span>{word} <b>{_date(end.at_unix_s)}</b></span>")
     title = f"<span><b>{escape(report.case.title)}</b></span>" if report.case.title else ""
     parts = [f'<header><div class="top">{title}{"".join(top)}</div>']
     sentence = verdict_sentence(report)
@@ -146,10 +147,10 @@ def _facts(report: Report, finding: Finding) -> str:
         facts.append(("call site", finding.callsite, ""))
     if finding.section:
         facts.append(("section", finding.section, ""))
-    since, end_s = plausible_unix_s(finding.since_unix_s), end_unix_s(report)
-    if since is not None:
-        age = f"{age_words(end_s - since)} before the evidence was taken" if end_s is not None and end_s > since else ""
-        facts.append(("since", f"{clock_words(since)} UTC", age))
+    since, end = clock_words(finding.since_unix_s), end_of(report)
+    if since:
+        age = end.age_words(finding.since_unix_s) if end is not None else ""
+        facts.append(("since", f"{since} UTC", f"{age} before the evidence was taken" if age else ""))
     if of_flight is not None and of_flight.waiters:
         facts.append(("waiting for it", f"{of_flight.waiters} rank{'s' * (of_flight.waiters != 1)}", ""))
     elif report.victims:

@@ -13,9 +13,8 @@ from steadyrun.detect.waits.records import WaitReason
 from steadyrun.postmortem.case import Input, InputStatus, Report
 from steadyrun.postmortem.chain import Chain, Place, chain_of_waits
 from steadyrun.postmortem.words import (
-    age_words,
     clock_words,
-    end_unix_s,
+    end_of,
     flight_finding,
     home_words,
     op_words,
@@ -120,11 +119,9 @@ def _facts(report: Report, finding: Finding, width: int, ink: _Ink) -> Iterable[
         rows.append(("section", finding.section))
     since = clock_words(finding.since_unix_s)
     if since:
-        end_s = end_unix_s(report)
-        age = (end_s or 0.0) - (finding.since_unix_s or 0.0)
-        rows.append(
-            ("since", f"{since} UTC" + (f", {age_words(age)} before the evidence was taken" if age > 0 else ""))
-        )
+        end = end_of(report)
+        age = end.age_words(finding.since_unix_s) if end is not None else ""
+        rows.append(("since", f"{since} UTC" + (f", {age} before the evidence was taken" if age else "")))
     if of_flight is not None and of_flight.waiters:
         rows.append(("waiting", f"{of_flight.waiters} rank{'s' * (of_flight.waiters != 1)}"))
     if report.victims:
@@ -254,13 +251,13 @@ def _input_counts(inputs: Sequence[Input]) -> str:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 def report_to_json(report: Report) -> dict[str, Any]:
     """What ``steadyctl postmortem --json`` prints; findings, victims and missing as in verdict.json."""
-    flight = report.flight
+    flight, end = report.flight, end_of(report)
     return {
         "schema": SCHEMA,
         "title": report.case.title,
         "sentence": verdict_sentence(report),
         "world_size": report.case.evidence.world_size,
-        "taken_at_unix_s": end_unix_s(report),
+        "taken_at_unix_s": end.at_unix_s if end is not None and end.is_taken else None,
         "findings": [_finding_to_json(report, f) for f in report.findings],
         "victims": list(report.victims),
         "missing": list(report.missing),

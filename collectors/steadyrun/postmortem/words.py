@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -18,10 +19,11 @@ from steadyrun.postmortem.case import Report
 __all__ = [
     "NO_FAULT",
     "REASON_WORDS",
+    "End",
     "age_words",
     "blamed_ranks",
     "clock_words",
-    "end_unix_s",
+    "end_of",
     "flight_finding",
     "home_words",
     "listed_ranks",
@@ -46,6 +48,7 @@ REASON_WORDS: Final[Mapping[WaitReason, str]] = {
 }
 
 _EARLIEST_S: Final = 1e9  # 2001: clocks of records older than this are broken
+_LONGEST_WAIT_S: Final = 12 * 3600.0  # a dump made later than this after its newest record was only copied then
 _LATEST_S: Final = 4.1e9  # 2099
 
 
@@ -178,10 +181,8 @@ def flight_finding(report: Report, finding: Finding) -> FlightFinding | None:
 
 
 def verdict_sentence(report: Report) -> str:
-    """The report's own sentence, else the first finding's."""
-    if report.sentence:
-        return report.sentence
-    return report.findings[0].summary if report.findings else "Nothing is known."
+    """The first finding's, else what is known of where the ranks are."""
+    return (report.findings[0].summary if report.findings else "") or report.sentence or "Nothing is known."
 
 
 def wall_s(ns: int | None, flight: RankFlight) -> float | None:
@@ -189,19 +190,45 @@ def wall_s(ns: int | None, flight: RankFlight) -> float | None:
     return plausible_unix_s(None if ns is None else ns / 1e9 - flight.node_minus_here_s)
 
 
-def end_unix_s(report: Report) -> float | None:
-    """When the evidence was taken: newest dump, else the agent's clock, else the newest time; None without any."""
+@dataclass(frozen=True, slots=True)
+class End:
+    """Up to when the evidence reaches. *is_taken*: when it was collected; else only its newest record is known."""
+
+    at_unix_s: float
+    is_taken: bool
+
+    def age_words(self, since_unix_s: float | None) -> str:
+        """``41 s before the evidence was taken``; empty where that is not known."""
+        since = plausible_unix_s(since_unix_s)
+        if since is None or not self.is_taken or since >= self.at_unix_s:
+            return ""
+        return age_words(self.at_unix_s - since)
+
+
+def end_of(report: Report) -> End | None:
+    """Newest dump, else the agent's clock; the newest record where neither is known. None without any time."""
     evidence = report.case.evidence
     flights = [r.flight for r in evidence.ranks if r.flight is not None]
+    newest = max(_record_times(report, flights), default=None)
     taken = [plausible_unix_s((f.taken_at_unix_s or 0.0) - f.node_minus_here_s) for f in flights]
-    known = [t for t in taken if t is not None]
-    if not known:
-        known = [t for t in (_agent_now_s(report.case.unix_minus_mono_s, evidence),) if t is not None]
-    if not known:
-        seen = [wall_s(op.created_ns, f) for f in flights for op in f.ops]
-        seen += [plausible_unix_s(m.until_unix_s or m.at_unix_s) for m in report.case.moments]
-        known = [t for t in seen if t is not None]
-    return max(known, default=None)
+    taken_s = max((t for t in taken if t is not None), default=_agent_now_s(report.case.unix_minus_mono_s, evidence))
+    # Loose files: the file's own time is that of the last copy.
+    if taken_s is not None and (newest is None or taken_s - newest < _LONGEST_WAIT_S):
+        return End(max(taken_s, newest or 0.0), True)
+    return None if newest is None else End(newest, False)
+
+
+def _record_times(report: Report, flights: Sequence[RankFlight]) -> Iterator[float]:
+    for flight in flights:
+        times = [op.created_ns for op in flight.ops]
+        for group in flight.groups:
+            times += (group.last_issued_ns, group.last_done_ns)
+        for ns in times:
+            if (at_s := wall_s(ns, flight)) is not None:
+                yield at_s
+    for moment in report.case.moments:
+        if (at_s := plausible_unix_s(moment.until_unix_s or moment.at_unix_s)) is not None:
+            yield at_s
 
 
 def _agent_now_s(unix_minus_mono_s: Mapping[str, float], evidence: Evidence) -> float | None:

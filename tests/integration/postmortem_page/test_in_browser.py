@@ -13,6 +13,7 @@ from pathlib import Path
 
 import postmortem_reports as reports
 import pytest
+
 from steadyrun.postmortem.case import Report
 from steadyrun.postmortem.page import render_page
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import postmortem_reports as reports
 import pytest
+
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.records import Finding
 from steadyrun.detect.waits.records import FlightFinding, FlightJudgement, Wait, WaitReason

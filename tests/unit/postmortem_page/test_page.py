@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import postmortem_reports as reports
 import pytest
+
 from steadyrun.postmortem.page import render_page
 
 ALL = [reports.ring_of_three, reports.stall_of, reports.mismatch, reports.program_error, reports.healthy]
