@@ -368,3 +368,25 @@ def test_a_backend_of_its_own_is_written_by_torch_where_the_rank_cannot(listen, 
     rank.ask()
     assert [(r.kind, r.suffix) for r in rank.found["nccl2"]] == [("full", "pickle"), ("active", "json")]
     assert [(r.kind, r.suffix) for r in rank.found["gloo"]] == [("active", "json")]
+
+
+def test_with_little_time_left_what_the_server_gave_is_enough(listen, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    listen(tmp_path / "flight.sock", torch_server(["fr_trace_json"], {"/handler/fr_trace_json": b"{}"}))
+    thread = listen(tmp_path / "evidence.sock", rank_thread(LIVE, tmp_path, {"flight.gloo.pickle": PICKLE}), end=b"\n")
+    rank = asker(tmp_path, LIVE, limit_s=0.2)
+    rank.ask()
+    assert [r.content for r in rank.found["gloo"]] == [b"{}"]
+    assert [json.loads(r)["cmd"] for r in thread.requests] == ["groups"]
+    assert rank.missing[0].startswith("no call sites: only 0.")
+
+
+def test_a_rank_that_has_left_its_last_word_is_not_asked_again(listen, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    listen(tmp_path / "flight.sock", torch_server(["fr_trace_json"], {"/handler/fr_trace_json": b"{}"}))
+    thread = listen(tmp_path / "evidence.sock", rank_thread(LIVE, tmp_path, {}), end=b"\n")
+    (tmp_path / "flight.gloo.exception.pickle").write_bytes(PICKLE)
+    rank = asker(tmp_path, LIVE)
+    rank.ask()
+    assert [r.content for r in rank.found["gloo"]] == [b"{}"]
+    assert [r.kind for r in rank.left] == ["exception"]
+    assert thread.requests == []
+    assert rank.missing == []

@@ -32,6 +32,7 @@ __all__ = ["FlightLimits", "RankAsker", "RawDump"]
 
 _DUMPED: Final = re.compile(r"flight\.([A-Za-z0-9_-]{1,40})\.pickle")
 _AT_EXCEPTION: Final = re.compile(r"flight\.([A-Za-z0-9_-]{1,40})\.exception\.pickle")
+_SHORT_S: Final = 0.25  # a dump with stacks takes 0.1 to 0.4 s; after a death nobody waits for what may not come
 _GROUPS_BYTES: Final = 32 << 20
 _CLOCK_SLACK_S: Final = 2.0  # that file servers' time stamps may differ
 _TICK_NS: Final = 10_000_000  # the kernel stamps files with the time of its last tick
@@ -182,9 +183,11 @@ class RankAsker:
             return f"evidence socket: {answer.get('error') or e}"
         if not live.stacks_ready and set(live.recorders) <= self._full():
             return "what torch needs to tell them is not imported yet"  # a dump would bring nothing new
+        left_s = self._left_s(self._limits.dump_s)
+        if self.found and left_s < _SHORT_S:
+            return f"only {left_s:g} s were left"
         began_s = time.time()
-        request = {"cmd": "flight", "stacks": live.stacks_ready}
-        answer, why = ask(sock, request, self._left_s(self._limits.dump_s))
+        answer, why = ask(sock, {"cmd": "flight", "stacks": live.stacks_ready}, left_s)
         is_new = False
         for recorder, path, at_unix_s in self._dumps_in_rank_dir(_DUMPED):  # also where the answer came too late
             if at_unix_s >= began_s - _CLOCK_SLACK_S:
