@@ -12,20 +12,19 @@ import io
 import json
 import os
 import pickle
-import re
 import stat
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from steadyrun.collectors.flight.salvage import (
     MAX_CONTAINERS,
-    MAX_STRUCTURE_BYTES,
     ForbiddenPickle,
     Replay,
     TooMuch,
     replay_json,
     replay_pickle,
 )
+from steadyrun.collectors.flight.shape import is_plain_dump
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = ["MAX_DUMP_BYTES", "Dump", "DumpError", "load_dump"]
@@ -130,7 +129,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _load_pickle(data: bytes) -> Replay:
-    if not _is_as_torch_writes(data):
+    if not is_plain_dump(data):
         return replay_pickle(data)
     try:
         # BufferedReader over the bytes: without peek() the C unpickler reads a few bytes at a time, three times slower.
@@ -140,60 +139,6 @@ def _load_pickle(data: bytes) -> Replay:
         raise
     except Exception:  # whatever it is: the other reader says what can be had
         return replay_pickle(data)
-
-
-# Opcodes of a fixed length that torch's pickler and Python's protocol 2 use. A memo index needs its upper byte 0 and
-# the next below 16: the C unpickler allocates an array up to the largest index. Numbers of up to 8 bytes. A run stops
-# before what may become an element of a tuple, and before a value from the memo that is put there again.
-_RUN: Final = re.compile(
-    rb"(?:h.(?![Xqr\x86]|h.\x86|j.{4}\x86)|[qK].|[}\](useaN\x88\x89]|M..|J.{4}"
-    rb"|\x8a(?:\x08.{8}|\x07.{7}|\x06.{6}|\x05.{5}|\x04.{4})|G.{8}"
-    rb"|j..[\x00-\x0f]\x00(?![Xqr\x86]|h.\x86|j.{4}\x86)|r..[\x00-\x0f]\x00){0,4000}",
-    re.DOTALL,
-)
-_GET: Final = re.compile(rb"(?:h.|j..[\x00-\x0f]\x00)(?![qr])", re.DOTALL)
-_PUT: Final = re.compile(rb"q.|r..[\x00-\x0f]\x00", re.DOTALL)
-
-
-def _is_as_torch_writes(data: bytes) -> bool:
-    """Protocol 2, only opcodes of honest dumps, tuples of two plain values, and bounded in what it unfolds into."""
-    if data[:2] != b"\x80\x02" or data[-1:] != b"." or data.count(b"]") + data.count(b"}") > MAX_CONTAINERS:
-        return False
-    end = len(data) - 1
-    run, get, put = _RUN.match, _GET.match, _PUT.match
-    position, structure = 2, 0
-    tuples: set[int] = set()  # memo indices of tuples: a tuple of tuples doubles the cost of its hash with each level
-    plain = 0  # values that end here, one directly after the other, and are no tuples
-    while position < end:
-        start = position
-        position = run(data, start).end()  # type: ignore[union-attr]
-        structure += position - start
-        if position != start:
-            plain = 0
-        op = data[position]
-        if op == 0x58:  # BINUNICODE
-            position += 5 + int.from_bytes(data[position + 1 : position + 5], "little")
-            if m := put(data, position):
-                position = m.end()
-            plain += 1
-        elif op == 0x86:  # TUPLE2
-            if plain < 2:
-                return False
-            plain = 0
-            position += 1
-            if m := put(data, position):
-                tuples.add(int.from_bytes(data[position + 1 : m.end()], "little"))
-                position = m.end()
-                if put(data, position):
-                    return False
-        elif m := get(data, position):
-            if int.from_bytes(data[position + 1 : m.end()], "little") in tuples:
-                return False
-            position = m.end()
-            plain += 1
-        elif position == start:
-            return False
-    return position == end and structure < MAX_STRUCTURE_BYTES
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
