@@ -462,7 +462,8 @@ class _Program:
         def experts(site: str) -> Iterator[_Call]:
             if ep is not None:
                 sent: Sizes = ((1024 + 16 * ((position + phase) % 3), 4096),)
-                got: Sizes = ((1024 + 16 * ((position + phase + 1) % 3), 4096),)
+                after = (position + 1) % lay.ep  # what the next one sends, so that both sums are equal
+                got: Sizes = ((1024 + 16 * ((after + phase) % 3), 4096),)
                 yield _Call(ep, "all_to_all", _Mode.SYNC, sent, got, _SITE[site], is_uneven=True)
 
         def context() -> Iterator[_Call]:
@@ -566,6 +567,7 @@ class _Simulation:
         self.hangs: set[tuple[int, int]] = set()
         self.lost: set[tuple[int, int, int]] = set()  # (group, number, rank) that never see the end
         self.gone_with_queue: set[int] = set()
+        self.places: dict[int, int] = {}  # where in its calls each victim goes wrong
         self.todo: deque[int] = deque()
         self.is_queued = [False] * len(self.ranks)
 
@@ -731,6 +733,7 @@ class _Simulation:
         k = self.rng.choice(places)
         iteration, call = main[k]
         fault = self._describe(kind, rank, main, k)
+        self.places[rank] = k
         key = (call.group, fault.seq)
         match kind:
             case FaultKind.HOST_STALL | FaultKind.GLOO_STALL | FaultKind.DEAD | FaultKind.STOPPED:
@@ -844,6 +847,8 @@ class _Simulation:
                 here = self.arrived.get((group, fault.seq), ())
                 return any(op.rank == fault.rank for op in here) and len(here) > min(2, len(fault.members) - 1)
             case _:
+                if mine.threads[0].at <= self.places[fault.rank]:
+                    return False  # something else stopped it before
                 return self.head(fault.rank) is not None or any(self._waits_for(r, fault.rank) for r in fault.members)
 
     def head(self, rank: int) -> _Op | None:
