@@ -367,7 +367,7 @@ _RAS_ONE: Final = re.compile(r"Rank (\d{1,7}) has launched up to operation (\d{1
 _RAS_MEMBER: Final = re.compile(r"^\s*Rank (\d{1,7}) -- ")
 _DESYNC_FINISHED: Final = re.compile(r"\[([\d, ]+)\] finished collective #(\d{1,18}), but didn't join collective #")
 _DESYNC_JOINED: Final = re.compile(r"\[([\d, ]+)\] joined but didn't finish collective #(\d{1,18})")
-_DESYNC_NEVER: Final = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks.*?never joined", re.IGNORECASE)
+_DESYNC_NEVER: Final = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks.{0,80}?never joined", re.IGNORECASE)
 _DESYNC_AT: Final = re.compile(r"\[(\d{1,7})\] Timeout at collective: (\w+), #(\d{1,18})")
 _SNAPSHOT: Final = re.compile(r"^\s*#(\d{1,18}) (started|finished) ranks:")
 _SNAPSHOT_ROW: Final = re.compile(r"^\s*\[([\d, ]+)\] (?:started|finished) (\w+)\s*$")
@@ -380,10 +380,9 @@ _FAILURE_RANK: Final = re.compile(r"(\d{1,7}) \(local_rank: (\d{1,5})\)")
 _FAILURE_CODE: Final = re.compile(r"(-?\d{1,6}) \(pid: (\d+)\)")
 
 # Cheap first look: nothing else is matched against a line without one of these.
-_WORDS: Final = (
-    "atchdog", "NCCL", "PG ", "FlightRecorder", "flight recorder", " from ", "collective", "GIL", "launched up to",
-    "ranks", "Rank ", "failed to pass", "MISMATCH",
-)  # fmt: skip
+_WORDS: Final = re.compile(
+    r"atchdog|NCCL|PG |light ?[Rr]ecorder| from |collective|GIL|launched up to|ranks|Rank |failed to pass|MISMATCH"
+)
 
 
 def read_log(lines: Iterable[str], rank: int | None = None, clock: LogClock | None = None) -> LogReading:
@@ -505,6 +504,9 @@ class _Reader:
         if "]:" not in text:
             self._say(text, self._draft(self._rank), False)
             return
+        if text.startswith("[rank") and text.find("[rank", 5) < 0:
+            self._part(text, "")
+            return
         prefix = ""
         for part in _SPEAKER.split(text):
             if not part.startswith("[rank") and _PREFIX.fullmatch(part):
@@ -554,7 +556,7 @@ class _Reader:
             self._failure_line(text)
         elif "Root Cause (first observed failure)" in text or text.strip() == "Failures:":
             self._failure, self._failure_is_first = {}, "Root Cause" in text
-        if not any(word in text for word in _WORDS):
+        if _WORDS.search(text) is None:
             if text and not text[0].isspace():
                 draft.takes_frames = False
             self._snapshot_line(text, draft)

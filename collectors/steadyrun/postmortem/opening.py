@@ -14,9 +14,18 @@ from steadyrun.collectors.flight.sidecar import Sidecar
 from steadyrun.core.board import OpenSection
 from steadyrun.core.errors import SteadyrunError
 from steadyrun.core.flight import FlightDetails, RankFlight
-from steadyrun.core.records import Evidence, ExceptionRecord, ExitRecord, ProcessFacts, RankEvidence
+from steadyrun.core.records import Evidence, ExceptionRecord, ExitRecord, ProcessFacts, RankEvidence, Suspicion
 from steadyrun.postmortem.case import Case, Input, InputStatus, Moment
-from steadyrun.postmortem.loglines import LauncherExit, LogClock, LogException, LogReading, RankLog, merged, read_log
+from steadyrun.postmortem.loglines import (
+    LauncherExit,
+    LogClock,
+    LogException,
+    LogReading,
+    NoteKind,
+    RankLog,
+    merged,
+    read_log,
+)
 from steadyrun.postmortem.material import Found, LogFile, find_material
 from steadyrun.postmortem.notes import Notes, read_notes
 from steadyrun.postmortem.runfolder import Incident, moments_of_ranks, read_timeline
@@ -28,11 +37,15 @@ __all__ = ["UnusableError", "open_case"]
 Progress = Callable[[int, int], None]
 
 LOG_BYTES: Final = 32 << 20  # of one log, from its end: the watchdog speaks last
-ALL_LOGS_BYTES: Final = 1 << 30
-LEAST_LOG_BYTES: Final = 1 << 20
+ALL_LOGS_BYTES: Final = 1 << 28  # 7 us a line: 20 s at the most
+LEAST_LOG_BYTES: Final = 1 << 18
+TAIL_BYTES: Final = 1 << 16
 UNKNOWN_LOCAL_RANK: Final = -1
 
 _SPEAKER: Final = re.compile(rb"\[rank(\d{1,7})\]:")
+_TELLING: Final = re.compile(
+    rb"atchdog|\[PG |Traceback \(most|FingerPrint|first observed failure|Failures:|monitoredBarrier|launched up to|lective #"
+)
 
 
 class UnusableError(SteadyrunError):
@@ -84,6 +97,7 @@ class _Material:
     inputs: list[Input] = field(default_factory=list)
     newest_log_s: float | None = None
     notes: list[Notes] = field(default_factory=list)
+    own_logs: set[int] = field(default_factory=set)
 
 
 def _read(found: Found, progress: Progress | None) -> _Material:
@@ -144,15 +158,19 @@ def _read_log(log: LogFile, limit_bytes: int, material: _Material) -> tuple[LogR
     except OSError as e:
         return LogReading(), Input(log.path, log.rank, InputStatus.UNREADABLE, e.strerror or str(e))
     material.newest_log_s = max(material.newest_log_s or 0.0, status.st_mtime)
+    if _TELLING.search(data) is None:
+        data = data[-TAIL_BYTES:]  # nothing is told in it: the last lines are enough
     speakers = {int(m) for m in _SPEAKER.findall(data)}
     rank = log.rank
     if len(speakers) == 1 and (rank is None or log.is_local_rank):
         rank = speakers.pop()  # one rank's own log; what its folder says is the local rank
     elif len(speakers) > 1:
         rank = None
+    if rank is not None:
+        material.own_logs.add(rank)
     clock = LogClock(status.st_mtime, time.localtime(status.st_mtime).tm_gmtoff)
     reading = read_log(data.decode("utf-8", "replace").splitlines(), rank, clock)
-    cut = f"the last {limit_bytes >> 20} MiB of it" if status.st_size > limit_bytes else ""
+    cut = f"the last {limit_bytes / (1 << 20):.3g} MiB of it" if status.st_size > limit_bytes else ""
     if reading.says_something or rank is not None:
         return reading, Input(log.path, rank, InputStatus.CUT if cut else InputStatus.USED, cut, status.st_size)
     text = "no line of torch's watchdog, of a traceback or of torchrun in it"
@@ -185,7 +203,7 @@ def _case(found: Found, material: _Material, world_size: int | None, paths: Sequ
         for rank in {*notes.states, *notes.exceptions}:
             ranks[rank] = _of_notes(ranks.get(rank) or _blank(rank), notes)
     for rank, told in log.ranks.items():
-        if not told.is_silent or told.tail:
+        if rank in ranks or not told.is_silent or rank in material.own_logs:
             ranks[rank] = _of_log(ranks.get(rank) or _blank(rank), told, material.newest_log_s)
     for exit_ in log.exits:
         ranks[exit_.rank] = _of_launcher(ranks.get(exit_.rank) or _blank(exit_.rank), exit_, material.newest_log_s)
@@ -275,7 +293,7 @@ def _title(incident: Incident | None, paths: Sequence[Path]) -> str:
 
 
 def _blank(rank: int) -> RankEvidence:
-    return RankEvidence(rank, UNKNOWN_LOCAL_RANK, "", 0, 0, attached=True)  # nobody watched: no sign is no evidence
+    return RankEvidence(rank, UNKNOWN_LOCAL_RANK, "", 0, 0)
 
 
 def _completed(own: RankEvidence, other: RankEvidence) -> RankEvidence:
@@ -342,13 +360,28 @@ def _of_log(own: RankEvidence, log: RankLog, written_s: float | None) -> RankEvi
     exception = own.exception
     if exception is None and last is not None:
         exception = _exception(last, own.step, written_s)
+    suspicion = own.suspicion or _stuck(log, written_s)
     return replace(
         own,
         node=own.node or log.host,
-        pid=own.pid or log.pid or 0,
+        attached=own.attached or suspicion is not None,  # its watchdog runs since the first group was made
         exception=exception,
+        suspicion=suspicion,
         log_tail=own.log_tail or log.tail,
     )
+
+
+def _stuck(log: RankLog, written_s: float | None) -> Suspicion | None:
+    """A watchdog that is stuck suspects its own process: the call into the driver that does not return is there.
+
+    Where operations timed out as well, they tell more, and the watchdog is stuck because of them.
+    """
+    note = next((n for n in log.notes if n.kind is NoteKind.WATCHDOG_STUCK), None)
+    if note is None or log.timeouts or log.counters:
+        return None
+    limit = float(note.number or 480)  # torch's default
+    at = note.at_unix_s if note.at_unix_s is not None else written_s or 0.0
+    return Suspicion(log.rank, "no_progress", None, at - limit, limit)
 
 
 def _exception(told: LogException, step: int | None, written_s: float | None) -> ExceptionRecord:
@@ -366,13 +399,13 @@ def _of_launcher(own: RankEvidence, exit_: LauncherExit, written_s: float | None
     known = replace(
         own,
         node=own.node or exit_.host,
-        pid=own.pid or exit_.pid or 0,
         local_rank=exit_.local_rank if own.local_rank == UNKNOWN_LOCAL_RANK else own.local_rank,
     )
     if exit_.signal == 6 and not own.log_tail and own.exception is None:
         text = "how it ended: torchrun tells of an abort (SIGABRT) but its own log is not here"
         return replace(known, missing=(*own.missing, text))
-    return replace(known, exit=ExitRecord(exit_.code, exit_.signal, at, by_us=exit_.signal == 15))
+    ended = ExitRecord(exit_.code, exit_.signal, at, by_us=exit_.signal == 15)
+    return replace(known, pid=own.pid or exit_.pid or 0, exit=ended)
 
 
 def _flight(own: RankEvidence | None, dump: RankFlight | None, log: RankFlight | None) -> RankFlight | None:
