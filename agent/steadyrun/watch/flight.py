@@ -35,6 +35,7 @@ SCHEMA = "steadyrun.flight-live/1"
 GROUPS_MODULE = "torch.distributed.distributed_c10d"
 _BINDINGS = "torch._C._distributed_c10d"
 _SUN_PATH = 107  # bytes of a unix socket's address, without the closing 0
+_FILE_TYPE, _IS_SOCKET = 0o170000, 0o140000  # stat's S_IFMT and S_IFSOCK
 _ENTRIES_AT_DEATH = 10_000  # 0.05 ms each with call sites: from here on a dying rank would be held up for 0.5 s
 
 # The names from 2.8 on, and what each was called before. Torch takes the first that is set.
@@ -194,13 +195,12 @@ class FlightWatch:
         try:
             if os.path.lexists(path):
                 os.unlink(path)
-            before = set(_descriptors())
             with _Unheard(ctypes):
                 server = make(path, -1)
-            # Its destructor joins threads, which a forked child does not have: it would wait for ever at its end.
+            # Never destroyed: that is logged in three lines at every end, and joins threads that a forked child lacks.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
             os.chmod(path, 0o600)  # until here the folder's 0700 has kept others out
-            self._listener = _bound_to(path, before)
+            self._listener = _bound_to(path)
         finally:
             if folder >= 0:
                 os.close(folder)
@@ -265,24 +265,21 @@ class _Unheard:
             self._level.value = self._was
 
 
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
-
-
-def _bound_to(path: str, before: set[int]) -> tuple[int, int]:
-    """Descriptor and inode of the socket bound to *path* among those opened since; (-1, -1) when it is not found."""
+def _bound_to(path: str) -> tuple[int, int]:
+    """Descriptor and inode of this process's socket bound to *path*; (-1, -1) when it is not found."""
     from _socket import socket
 
-    for fd in _descriptors():
-        if fd in before:
-            continue
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
+            status = os.fstat(fd)
+            if status.st_mode & _FILE_TYPE != _IS_SOCKET:
+                continue
             copy = socket(fileno=os.dup(fd))
         except OSError:
             continue
         try:
             if copy.getsockname() == path:
-                return fd, os.fstat(fd).st_ino
+                return fd, status.st_ino
         except OSError:
             continue
         finally:

@@ -17,9 +17,12 @@ from steadyrun.launcher.env import (
     JobFacts,
     LogRules,
     RankCommand,
+    RecorderRules,
     RoleRank,
     TorchRankLauncher,
+    can_make_pipes,
     interpreter_flags,
+    recorder_variables,
     without_in_rank_side,
 )
 from steadyrun.node.ports import Membership
@@ -262,3 +265,90 @@ def test_a_rank_that_is_filtered_out_is_kept_but_not_shown() -> None:
     assert world.told[0][1][0] == Destination(Path("/run/attempts/0/rank_3/stdout.log"), follow=False)
     silent = World(dest=dest, rules=LogRules(False, False))
     assert silent.spec(1).stdout == Path(os.devnull)
+
+
+# -- flight recorders --------------------------------------------------------------------------------------------------
+PIPE = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/a/rank_2/flight.request_"}
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (
+            (2, 7),
+            {
+                "TORCH_NCCL_TRACE_BUFFER_SIZE": "700",
+                "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/a/rank_2/watchdog_trace_rank_",
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            },
+        ),
+        (
+            (2, 8),
+            {
+                "TORCH_FR_BUFFER_SIZE": "700",
+                "TORCH_FR_DUMP_TEMP_FILE": "/a/rank_2/watchdog_trace_rank_",
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            },
+        ),
+        (
+            (2, 15),
+            {
+                "TORCH_FR_BUFFER_SIZE": "700",
+                "TORCH_FR_DUMP_TEMP_FILE": "/a/rank_2/watchdog_trace_rank_",
+                "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+            },
+        ),
+    ],
+)
+def test_recorders_are_told_by_the_names_that_this_torch_knows(
+    version: tuple[int, int], expected: dict[str, str]
+) -> None:
+    rules = RecorderRules(entries=700, torch_version=version)
+    assert recorder_variables(rules, {"HOME": "/root"}, Path("/a/rank_2"), True) == {**expected, **PIPE}
+    assert recorder_variables(rules, {}, Path("/a/rank_2"), False) == expected
+
+
+def test_what_the_user_has_set_by_either_name_stays() -> None:
+    user = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        "TORCH_FR_DUMP_TEMP_FILE": "/mine",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "",
+    }
+    rules = RecorderRules(has_timing=True, torch_version=(2, 15))
+    assert recorder_variables(rules, user, Path("/a"), True) == {"TORCH_NCCL_ENABLE_TIMING": "1"}
+    assert recorder_variables(rules, {**user, "TORCH_NCCL_ENABLE_TIMING": "0"}, Path("/a"), True) == {}
+
+
+def test_each_attempt_has_a_prefix_of_its_own_and_the_rank_knows_what_is_ours(tmp_path: Path) -> None:
+    world = World(recorder=RecorderRules(torch_version=(2, 13)), environ={"TORCH_FR_BUFFER_SIZE": "5"})
+    for attempt in (0, 1):
+        rank_dir = tmp_path / str(attempt) / "rank_3"
+        rank_dir.mkdir(parents=True)
+        setup = {"rank_dir": str(rank_dir), "slot": 1, "rank": 3}
+        spec = world.launcher.spec_for(3, 1, attempt, MEMBERSHIP, "host", 4711, setup)
+        ours = {
+            "TORCH_FR_DUMP_TEMP_FILE": f"{rank_dir}/watchdog_trace_rank_",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{rank_dir}/flight.request_",
+        }
+        assert {k: v for k, v in spec.env.items() if k.startswith("TORCH_") and "ASYNC" not in k} == {
+            **ours,
+            "TORCH_FR_BUFFER_SIZE": "5",
+        }
+        assert json.loads(spec.env["STEADYRUN_SETUP"])["flight"] == ours
+        orders = world.launcher.orders_for(spec, setup)
+        assert orders["setup"]["flight"] == ours
+        assert orders["env"]["TORCH_FR_DUMP_TEMP_FILE"] == ours["TORCH_FR_DUMP_TEMP_FILE"]
+
+
+def test_switched_off_the_recorders_are_the_scripts_own() -> None:
+    spec = World(recorder=None).spec()
+    assert [k for k in spec.env if k.startswith(("TORCH_FR", "TORCH_NCCL"))] == ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    assert "flight" not in json.loads(spec.env["STEADYRUN_SETUP"])
+
+
+def test_a_folder_is_asked_whether_it_can_have_pipes(tmp_path: Path) -> None:
+    assert can_make_pipes(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not can_make_pipes(tmp_path / "gone")
