@@ -319,13 +319,12 @@ class Cost:
     cpu_s: float
     wall_s: float
     memory_bytes: int
-    rss_bytes: int
     is_late: bool
     detail: dict[str, Any]
 
 
-def measure(command: Sequence[str], limit_s: float) -> tuple[float, float, int, int, bool, str]:
-    """CPU (with ended children), wall, memory, highest RSS of one process, whether it was ended, and its output."""
+def measure(command: Sequence[str], limit_s: float) -> tuple[float, float, int, bool, str]:
+    """CPU (with ended children), wall, memory, whether it was ended, and its output."""
     with tempfile.TemporaryFile("w+") as output:
         began_s, memory, is_late = time.monotonic(), 0, False
         process = subprocess.Popen(
@@ -344,7 +343,7 @@ def measure(command: Sequence[str], limit_s: float) -> tuple[float, float, int, 
         wall_s = time.monotonic() - began_s
         process.returncode = 0
         output.seek(0)
-        return usage.ru_utime + usage.ru_stime, wall_s, memory, usage.ru_maxrss * 1024, is_late, output.read(1 << 24)
+        return usage.ru_utime + usage.ru_stime, wall_s, memory, is_late, output.read(1 << 24)
 
 
 def _tree(pid: int) -> list[int]:
@@ -403,11 +402,11 @@ def summary_cost(world: int, arguments: argparse.Namespace) -> Cost:
 
 
 def _cost(side: str, world: int, entries: int, command: Sequence[str], limit_s: float) -> Cost:
-    cpu_s, wall_s, memory, rss, is_late, output = measure(command, limit_s)
+    cpu_s, wall_s, memory, is_late, output = measure(command, limit_s)
     detail: dict[str, Any] = {}
     if side.startswith("steadyrun") and not is_late:
         detail = json.loads(output) if output.startswith("{") else {"problem": "ended with an error"}
-    return Cost(side, world, entries, cpu_s, wall_s, memory, rss, is_late, detail)
+    return Cost(side, world, entries, cpu_s, wall_s, memory, is_late, detail)
 
 
 def show_costs(found: Sequence[Cost]) -> None:
@@ -421,11 +420,9 @@ def show_costs(found: Sequence[Cost]) -> None:
             note = f"{c.detail['summary_bytes'] / 1024:.1f} KiB per rank"
         rows.append([
             c.side, str(c.ranks), str(c.entries), f"{c.cpu_s:.1f}", stages, f"{c.wall_s:.1f}",
-            f"{c.memory_bytes / 2**20:.0f}", f"{c.rss_bytes / 2**20:.0f}", note,
+            f"{c.memory_bytes / 2**20:.0f}", note,
         ])  # fmt: skip
-    print_table(
-        ["", "ranks", "entries", "CPU s", "start + read + judge", "wall s", "MiB in all", "largest RSS", ""], rows
-    )
+    print_table(["", "ranks", "entries", "CPU s", "start + read + judge", "wall s", "MiB in all", ""], rows)
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
