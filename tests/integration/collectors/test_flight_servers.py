@@ -9,6 +9,7 @@ import json
 import os
 import select
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from steadyrun.collectors.evidence import Target
+from steadyrun.collectors.evidence import Contribution, EvidenceCollector, Target
 from steadyrun.collectors.flight.asking import FlightLimits, RankAsker
 from steadyrun.collectors.flight.handlers import DumpRequest, HandlerError, WorkerServer
 from steadyrun.collectors.flight.live import live_from_json
 from steadyrun.collectors.flight.watchdog_files import wait_until_quiet
+from steadyrun.core.flight import RankFlight
 from steadyrun.core.records import ExitRecord
 
 LIVE: dict[str, Any] = {
@@ -390,3 +392,45 @@ def test_a_rank_that_has_left_its_last_word_is_not_asked_again(listen, tmp_path:
     assert [r.kind for r in rank.left] == ["exception"]
     assert thread.requests == []
     assert rank.missing == []
+
+
+# -- within the collection ---------------------------------------------------------------------------------------------
+class Noted:
+    """A source that notes whom it was asked for and for how long, and finds something only in ranks that have ended."""
+
+    limit_s = 60.0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[bool, float]] = []
+
+    def collect(self, target: Target, folder: Path, deadline_s: float) -> Contribution:
+        self.asked.append((target.exit is not None, deadline_s - time.monotonic()))
+        return Contribution(RankFlight(target.rank) if target.exit is not None else None)
+
+
+def test_a_rank_that_ends_meanwhile_is_asked_for_what_it_left(tmp_path: Path) -> None:
+    noted = Noted()
+    gone = subprocess.Popen(["true"])
+    gone.wait(30)
+    collector = EvidenceCollector("node", py_spy=None, sources=(noted,))
+    target = Target(0, 0, gone.pid, 0, None, None, tmp_path)
+    try:
+        (found,) = collector.collect([target], tmp_path / "1", 60, 10.0, lambda rank: ExitRecord(1, None, 2.0))
+    finally:
+        collector.close()
+    assert [is_ended for is_ended, _ in noted.asked] == [False, True]
+    assert found.flight == RankFlight(0)
+
+
+def test_after_a_death_a_source_has_a_fraction_of_its_time(tmp_path: Path) -> None:
+    noted = Noted()
+    gone = subprocess.Popen(["true"])
+    gone.wait(30)
+    collector = EvidenceCollector("node", py_spy=None, sources=(noted,))
+    dead = Target(0, 0, gone.pid, 0, None, ExitRecord(1, None, 2.0), tmp_path)
+    try:
+        collector.collect([dead], tmp_path / "1", 60, 10.0)
+    finally:
+        collector.close()
+    ((_, left_s),) = noted.asked
+    assert left_s < 0.5
