@@ -44,7 +44,8 @@ UNKNOWN_LOCAL_RANK: Final = -1
 
 _SPEAKER: Final = re.compile(rb"\[rank(\d{1,7})\]:")
 _TELLING: Final = re.compile(
-    rb"atchdog|\[PG |Traceback \(most|FingerPrint|first observed failure|Failures:|monitoredBarrier|launched up to|lective #"
+    rb"atchdog|\[PG |Traceback \(most|FingerPrint|first observed failure|Failures:|monitoredBarrier|launched up to"
+    rb"|lective #"
 )
 
 
