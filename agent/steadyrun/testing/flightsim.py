@@ -507,11 +507,16 @@ class _Program:
 class _Op:
     """A call that was issued. Times are ns on the true clock; None: not yet, which at the end means never."""
 
-    __slots__ = ("call", "done_ns", "gate", "has_arrived", "issued_ns", "number", "p2p_number", "rank", "start_ns")
+    __slots__ = (
+        "call", "done_ns", "gate", "has_arrived", "issued_ns", "number", "p2p_number", "place", "rank", "start_ns"
+    )  # fmt: skip
 
-    def __init__(self, call: _Call, rank: int, number: int, p2p_number: int, issued_ns: int, gate: int) -> None:
+    def __init__(
+        self, call: _Call, rank: int, number: int, p2p_number: int, issued_ns: int, gate: int, place: int
+    ) -> None:
         self.call, self.rank, self.number, self.p2p_number = call, rank, number, p2p_number
         self.issued_ns, self.gate = issued_ns, gate
+        self.place = place  # index in the main thread's calls; -1 in another thread
         self.start_ns: int | None = None
         self.done_ns: int | None = None
         self.has_arrived = False
@@ -679,7 +684,8 @@ class _Simulation:
             state.compute += state.pending
             state.pending.clear()
         gate = 0 if call.mode is _Mode.HOST else len(state.compute)
-        op = _Op(call, rank, state.counts[call.group], state.p2p_counts[call.group], thread.now_ns, gate)
+        place = thread.at if thread is state.threads[0] else -1
+        op = _Op(call, rank, state.counts[call.group], state.p2p_counts[call.group], thread.now_ns, gate, place)
         state.ops.append(op)
         key: tuple[int, ...] = (call.group,)
         if call.src is not None and call.dst is not None:
@@ -832,11 +838,11 @@ class _Simulation:
         mine = self.ranks[fault.rank]
         match fault.kind:
             case FaultKind.HOST_STALL | FaultKind.GLOO_STALL | FaultKind.STOPPED | FaultKind.DEAD:
-                reached = mine.host_stop == mine.threads[0].at
-                return reached and any(self._waits_for(r, fault.rank) for r in range(len(self.ranks)))
+                is_free = fault.kind in _WITHOUT_DUMP or self.head(fault.rank) is None
+                return is_free and mine.host_stop == mine.threads[0].at and self._is_awaited(fault.rank)
             case FaultKind.DEVICE_STALL:
-                reached = mine.compute_at == mine.device_stop
-                return reached and any(self._waits_for(r, fault.rank) for r in range(len(self.ranks)))
+                is_free = self.head(fault.rank) is None
+                return is_free and mine.compute_at == mine.device_stop and self._is_awaited(fault.rank)
             case FaultKind.HANG_IN_FLIGHT:
                 return len(self.arrived.get((group, fault.seq), ())) == len(fault.members)
             case FaultKind.DEVICE_LOST:
@@ -847,9 +853,44 @@ class _Simulation:
                 here = self.arrived.get((group, fault.seq), ())
                 return any(op.rank == fault.rank for op in here) and len(here) > min(2, len(fault.members) - 1)
             case _:
-                if mine.threads[0].at <= self.places[fault.rank]:
-                    return False  # something else stopped it before
-                return self.head(fault.rank) is not None or any(self._waits_for(r, fault.rank) for r in fault.members)
+                return self._has_left_course(fault, group)
+
+    def _has_left_course(self, fault: Fault, group: int) -> bool:
+        """Of calls too few, too many or in a wrong order: the device has passed the place, and it shows."""
+        mine, place = self.ranks[fault.rank], self.places[fault.rank]
+        if mine.threads[0].at <= place:
+            return False
+        is_past = all(op.done_ns is not None for op in mine.ops if 0 <= op.place < place)
+        head = self.head(fault.rank)
+        heads = {r: self.head(r) for r in fault.members if r != fault.rank}
+        awaiting = [op for r, op in heads.items() if op and op.call.group == group and self._waits_for(r, fault.rank)]
+        match fault.kind:
+            case FaultKind.P2P_SKIP:
+                return is_past and any(op.call.is_p2p for op in awaiting)
+            case FaultKind.ORDER_SWAP:
+                return is_past and bool(awaiting) and head is not None and head.place == place
+            case FaultKind.EXTRA:
+                stands = head is not None and head.call.group == group and head.place >= place
+                return (is_past and stands) or self._differs(fault, group)
+            case _:
+                return (is_past and bool(awaiting)) or self._differs(fault, group)
+
+    def _differs(self, fault: Fault, group: int) -> bool:
+        """Whether two calls of the group or more were made elsewhere in the program than the other members'."""
+        at: dict[int, dict[int, int]] = {}
+        for rank in fault.members:
+            for op in self.ranks[rank].ops:
+                if op.call.group == group and not op.call.is_p2p:
+                    at.setdefault(op.number, {})[rank] = op.call.site
+        different = 0
+        for sites in at.values():
+            mine = sites.pop(fault.rank, None)
+            enough = len(sites) >= min(2, len(fault.members) - 1)
+            different += mine is not None and enough and mine not in sites.values()
+        return different >= 2
+
+    def _is_awaited(self, rank: int) -> bool:
+        return any(self._waits_for(r, rank) for r in range(len(self.ranks)))
 
     def head(self, rank: int) -> _Op | None:
         """The oldest operation of a rank that arrived and never ended."""
