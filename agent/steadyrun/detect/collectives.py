@@ -131,10 +131,13 @@ def with_operation(deaths: Sequence[Finding], flight: FlightJudgement | None) ->
 # -- gloo's way of telling a mismatch ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class DeadByLargerMessage:
-    """A rank that gloo aborted because a peer sent more than it expected: its own buffer was the smaller one."""
+    """A rank that gloo aborted because a peer sent more than it expected: its own buffer was the smaller one.
+
+    ``is_told``: its last words say so; otherwise only survivors that differ from each other do.
+    """
 
     rank: int
-    text: str
+    is_told: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,8 @@ def mismatch_of_death(dead: DeadByLargerMessage, flights: Mapping[int, RankFligh
     sides: dict[tuple[tuple[tuple[int, ...], ...], tuple[str, ...]], list[int]] = {}
     for b in broken:
         sides.setdefault(b.what, []).append(b.rank)
+    if len(sides) == 1 and not dead.is_told:
+        return None
     by_bytes = sorted(sides.items(), key=lambda kv: _bytes_of(*kv[0]))
     cls = FaultClass.DTYPE_MISMATCH if len({dtypes for _, dtypes in sides}) > 1 else FaultClass.SIZE_MISMATCH
     if len(sides) == 1:

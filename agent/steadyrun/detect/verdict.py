@@ -236,6 +236,8 @@ def _case(court: _Court, r: RankEvidence) -> _Case:
     raised = r.exception is not None and r.exception.type not in ("KeyboardInterrupt", "SystemExit")
     if raised and r.exception is not None:
         life, at = _Life.DIED, r.exception.at_unix_s
+    elif exit_ is None and r.process is not None and r.process.state in "ZX" and not r.process.dead_main:
+        life, at = _Life.DIED, 0.0  # nobody saw how; only notes of a state say that it has ended
     elif exit_ is None or exit_.by_us:
         return _Case(r, _Life.ALIVE, place)
     elif exit_.signal is None and exit_.code == 0:
@@ -332,7 +334,7 @@ def _death_class(court: _Court, case: _Case) -> FaultClass:
     cause = case.causes[0][0] if case.causes else None
     if cause is not None and cause.cls is not None and not (cause.cls is FaultClass.START_UP and r.step is not None):
         return cause.cls
-    if r.exception is not None or r.exit is None or r.exit.signal is None:
+    if r.exception is not None or (r.exit is not None and r.exit.signal is None):
         return FaultClass.PROGRAM_ERROR
     return FaultClass.DEAD_PROCESS
 
@@ -359,7 +361,8 @@ def _death_words(case: _Case) -> tuple[str, float]:
     if r.exception is not None:
         message = " ".join(_own_words(r.exception).split())
         return f"raised {r.exception.type}" + (f": {message[:200]}" if message else ""), 0.95
-    assert r.exit is not None
+    if r.exit is None:
+        return "has ended; how was not seen", 0.7
     words = describe_exit(r.exit, r.oom)
     if r.exit.signal == signal.SIGKILL:
         return words, 0.6 if r.oom is None or r.oom.killed is None else 0.95
@@ -419,16 +422,28 @@ def _death_section(case: _Case) -> str | None:
 
 
 def _explained_deaths(court: _Court) -> list[Finding]:
-    """Deaths; one by gloo's complaint about a message's size becomes the mismatch that it comes from."""
+    """Deaths; one for which gloo blames a message's size becomes the mismatch that it comes from.
+
+    Also where its last words are lost, if what the survivors had called differs.
+    """
     flights = {c.rank: c.evidence.flight for c in court.cases if c.evidence.flight is not None}
     out = []
     for death in _deaths(court):
-        if death.cls is FaultClass.SIZE_MISMATCH and len(death.ranks) == 1 and flights:
-            found = mismatch_of_death(DeadByLargerMessage(death.ranks[0], death.summary), flights)
+        is_told = death.cls is FaultClass.SIZE_MISMATCH
+        if len(death.ranks) == 1 and flights and (is_told or _died_unheard(court, death)):
+            found = mismatch_of_death(DeadByLargerMessage(death.ranks[0], is_told), flights)
             if found is not None:
                 death = _known_of(court, found)
         out.append(death)
     return out
+
+
+def _died_unheard(court: _Court, death: Finding) -> bool:
+    """By abort(), or nobody knows how; and without words of its own."""
+    case = next(c for c in court.cases if c.rank == death.ranks[0])
+    exit_ = case.evidence.exit
+    aborted = exit_ is None or exit_.signal == signal.SIGABRT
+    return death.cls is FaultClass.DEAD_PROCESS and aborted and not case.causes
 
 
 # -- hangs -----------------------------------------------------------------------------------------------------------
