@@ -20,7 +20,8 @@ __all__ = ["Course", "Shift", "find_shift", "window_strays"]
 LOOK_BACK: Final = 160  # collectives of a group before the newest that are compared one by one
 LOOK_AHEAD: Final = 40
 MAX_MEMBERS: Final = 12  # of a group that are compared one by one
-MIN_MATCHES: Final = 2
+MIN_MATCHES: Final = 1
+MIN_AGREED: Final = 2
 SURE_MATCHES: Final = 4
 
 Label = tuple[object, ...]
@@ -107,12 +108,19 @@ def _strays(rows: Mapping[int, Mapping[int, int]], support: Mapping[int, Counter
 
 
 def find_shift(
-    world: World, group: Group, suspects: Iterable[int], details: FlightDetails | None, window: int | None = None
+    world: World,
+    group: Group,
+    suspects: Iterable[int],
+    hints: Mapping[int, int],
+    details: FlightDetails | None,
+    window: int | None = None,
 ) -> Shift | None:
     """Compare the members' calls one by one.
 
     Args:
         suspects: members that have to be among those compared.
+        hints: per rank the shift that its place among the waits suggests; decides where calls alternate so that both
+            fit.
         window: where hashes say that it began; None: near the newest calls.
     """
     wanted = [r for r in dict.fromkeys(suspects) if r in group.records]
@@ -124,7 +132,7 @@ def find_shift(
     courses = {r: {s: _label(op) for s, op in found.items()} for r, found in ops.items() if found}
     if len(courses) < 2:
         return None
-    found = _shift_of(courses, None)
+    found = _shift_of(courses, hints)
     if found is None:
         return None
     rank, seq, by, matches = found
@@ -165,15 +173,15 @@ def _label(op: FlightOp) -> Label:
     return (*signature(op), op.site)
 
 
-def _shift_of(courses: Mapping[int, Course], reference: Course | None) -> tuple[int, int, int, int] | None:
-    """(rank, number, by, matches) of whoever is shifted against the majority, or against *reference*."""
+def _shift_of(courses: Mapping[int, Course], hints: Mapping[int, int]) -> tuple[int, int, int, int] | None:
+    """(rank, number, by, matches) of whoever is shifted first against the majority, or of two against the other."""
     best: tuple[int, int, int, int] | None = None
-    majority = reference if reference is not None else _majority(courses)
+    majority = _majority(courses)
     for rank, course in courses.items():
         against = majority
-        if reference is None and len(courses) == 2:
+        if len(courses) == 2:
             against = next(c for r, c in courses.items() if r != rank)
-        found = _shift_against(course, against)
+        found = _shift_against(course, against, hints.get(rank, 0))
         if found is not None and (best is None or found[0] < best[1]):
             best = (rank, *found)
     return best
@@ -192,28 +200,25 @@ def _majority(courses: Mapping[int, Course]) -> Course:
     return out
 
 
-def _shift_against(course: Course, against: Course) -> tuple[int, int, int] | None:
+def _shift_against(course: Course, against: Course, hint: int) -> tuple[int, int, int] | None:
     """(number, by, matches): where *course* leaves *against*, if what follows fits when moved by one."""
-    common = sorted(set(course) & set(against))
-    start = next((s for s in common if course[s] != against[s]), None)
+    start = next((s for s in sorted(set(course) & set(against)) if course[s] != against[s]), None)
     if start is None:
         return None
     tail = [s for s in sorted(course) if s >= start]
     scores = []
     for by in (1, -1):
         here = [s for s in tail if s + by in against and s + by >= start]
-        if by == -1 and start not in against:
-            continue
         fits = sum(course[s] == against[s + by] for s in here)
         stays = sum(course[s] == against[s] for s in here if s in against)
-        scores.append((fits - stays, fits, len(here), by))
-    scores = [s for s in scores if s[1] >= MIN_MATCHES and s[1] >= 0.9 * s[2] and s[0] > 0]
+        if fits >= MIN_MATCHES and fits >= 0.9 * len(here) and fits > stays:
+            scores.append((fits - stays, fits, by))
     if not scores:
         return None
     scores.sort(reverse=True)
-    if len(scores) == 2 and scores[0][:3] == scores[1][:3]:
-        return None
-    return start, scores[0][3], scores[0][1]
+    if len(scores) == 2 and abs(scores[0][1] - scores[1][1]) <= 1:
+        scores = [s for s in scores if s[2] == hint]
+    return (start, scores[0][2], scores[0][1]) if scores else None
 
 
 def _by_siblings(
@@ -229,7 +234,7 @@ def _by_siblings(
         for rank in list(sibling.records)[:1]:
             course = {s: _label(op) for s, op in _calls(world, sibling, rank, details, window).items()}
             before = [s for s in course if s < seq and s in courses[one] and s in courses[other]]
-            if len(before) < MIN_MATCHES or any(course[s] != courses[one][s] for s in before[-8:]):
+            if len(before) < MIN_AGREED or any(course[s] != courses[one][s] for s in before[-8:]):
                 continue
             looked_at += 1
             for candidate in (one, other):

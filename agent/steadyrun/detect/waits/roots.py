@@ -231,13 +231,12 @@ def _device_stalls(graph: Graph) -> list[Root]:
 
 
 def _not_started(graph: Graph, stop: Stop) -> tuple[int, ...]:
-    flights = graph.world.flights
     if not any(c.op.state is OpState.STARTED for c in stop.calls.values()):
         return ()
     return tuple(
         r
         for r in sorted(stop.waiters)
-        if stop.calls[r].op.state is OpState.ISSUED and flights[r].has_timing and r not in graph.lagging
+        if stop.calls[r].op.state is OpState.ISSUED and r not in graph.lagging and not stop.calls[r].is_host
     )
 
 
@@ -262,7 +261,7 @@ def _arrived(graph: Graph) -> list[Root]:
         members = tuple(sorted(stop.calls)) if stop.is_p2p or stop.group.is_inferred else stop.group.members
         sums = uneven_sums(ops, stop.group.members) if not stop.is_p2p else None
         note = f"members send {sums[0]} elements and expect {sums[1]}" if sums else ""
-        roots[(stop.node,)] = Root(FaultClass.SIZE_MISMATCH if sums else cls, members, confidence, stop, (stop.node,),
+        roots[(stop.node,)] = Root(cls, members, confidence, stop, (stop.node,),
                                    note=note)  # fmt: skip
     return list(roots.values())
 
@@ -354,32 +353,115 @@ def _rings(graph: Graph) -> list[Root]:
         if len(ranks) < 2:
             continue
         is_closed = all(t in inside for n in part for t in graph.edges.get(n, ()))
-        roots.append(_ring(graph, ranks, stops, tuple(part), is_closed))
+        roots += _ring(graph, ranks, stops, tuple(part), is_closed)
     return roots
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """Two operations that lack each other's ranks: the heart of a deadlock, whatever else hangs on it.
+
+    Attributes:
+        early: ranks that stand in *one* and are missing in *other*; ``late`` the reverse.
+    """
+
+    one: Stop
+    other: Stop
+    early: tuple[int, ...]
+    late: tuple[int, ...]
 
 
 def _ring(
     graph: Graph, ranks: tuple[int, ...], stops: tuple[Stop, ...], part: tuple[int, ...], is_closed: bool
-) -> Root:
-    pairs = [s for s in stops if s.src is not None]
-    odd, is_early = _odd_in_ring(graph, ranks, stops)
-    base = 0.65 if is_closed else 0.4
+) -> list[Root]:
+    cores = _cores(graph, stops)
+    collective = [c for c in cores if not c.one.is_p2p and not c.other.is_p2p]
+    base = 0.65 if is_closed else 0.6 if collective else 0.4
     if any(s.group.is_inferred for s in stops):
         base = min(base, 0.5)
+    found: dict[tuple[int, ...], _Core] = {}
+    for core in collective:
+        odd = _odd_in_ring(graph, {*core.early, *core.late}, (core.one, core.other)) or _fewer(core)
+        if odd:
+            found.setdefault(odd, core)
+    roots = []
+    for odd, core in found.items():
+        stop = next(s for s in (core.one, core.other) if set(odd) & set(s.waiters))
+        confidence = base + 0.1 if base >= 0.6 and len(odd) == 1 else base
+        roots.append(Root(FaultClass.DEADLOCK_CYCLE, odd, confidence, stop, part, is_closed,
+                          ring=(core.one, core.other), members=ranks,
+                          note="it calls them in another order than the others"))  # fmt: skip
+    if roots:
+        return roots
     shown = _ring_order(graph, ranks, stops)
+    pairs = [s for s in stops if s.src is not None and s.lacks]
+    unmatched = [(s, p) for s in pairs if (p := _did_not_come(graph, s)) is not None]
+    if unmatched and not collective:
+        for stop, peer in unmatched:
+            roots.append(Root(FaultClass.P2P_UNMATCHED, (peer,), base + 0.1, stop, part, is_closed, ring=shown,
+                              members=ranks))  # fmt: skip
+        return roots
+    if cores and not collective:
+        core = min(cores, key=lambda c: (c.one.since_ns or 0, c.one.node))
+        stop = core.one if core.one.is_p2p else core.other
+        ends = tuple(sorted((stop.src or 0, stop.dst or 0)))
+        both = core.one.is_p2p and core.other.is_p2p and all(len(s.calls) == 2 for s in (core.one, core.other))
+        cls = FaultClass.DEADLOCK_CYCLE if both else FaultClass.P2P_UNMATCHED
+        return [Root(cls, ends, base, stop, part, is_closed, ring=(core.one, core.other), members=ranks)]
+    odd = _odd_in_ring(graph, set(ranks), stops)
     if odd:
         stop = next((graph.heads[(r, MAIN)] for r in odd if (r, MAIN) in graph.heads), stops[0])
-        confidence = base + 0.1 if is_closed and len(odd) == 1 else base
-        return Root(FaultClass.DEADLOCK_CYCLE, odd, confidence, stop, part, is_closed, ring=shown, members=ranks,
-                    note="it calls them in another order than the others" if is_early else "")  # fmt: skip
-    missing = [s for s in pairs if any(k.reason is not WaitReason.NO_DUMP for k in s.lacks.values())]
-    if missing and (len(pairs) == len(stops) or len(ranks) > 2):
-        stop = min(missing, key=lambda s: (s.since_ns or 0, s.node))
-        ends = tuple(sorted((stop.src or 0, stop.dst or 0)))
-        called = [s for s in missing if len(s.calls) == 2]
-        cls = FaultClass.DEADLOCK_CYCLE if len(called) == len(missing) == len(stops) else FaultClass.P2P_UNMATCHED
-        return Root(cls, ends, base, stop, part, is_closed, ring=shown, members=ranks)
-    return Root(FaultClass.DEADLOCK_CYCLE, ranks, base, stops[0], part, is_closed, ring=shown, members=ranks)
+        return [Root(FaultClass.DEADLOCK_CYCLE, odd, base, stop, part, is_closed, ring=shown, members=ranks)]
+    return [Root(FaultClass.DEADLOCK_CYCLE, ranks, base, stops[0], part, is_closed, ring=shown, members=ranks)]
+
+
+def _cores(graph: Graph, stops: Sequence[Stop]) -> list[_Core]:
+    found: list[_Core] = []
+    inside = set(stops)
+    for stop in stops:
+        lacked: dict[Stop, list[int]] = {}
+        for rank in stop.lacks:
+            head = graph.heads.get((rank, stop.first.stream)) or graph.head(rank)
+            if head is not None and head in inside and head.node > stop.node:
+                lacked.setdefault(head, []).append(rank)
+        for other, late in lacked.items():
+            early = tuple(sorted(r for r in stop.waiters if r in other.lacks))
+            if early:
+                found.append(_Core(stop, other, early, tuple(sorted(late))))
+    return found
+
+
+def _fewer(core: _Core) -> tuple[int, ...]:
+    if len(core.early) == len(core.late):
+        return ()
+    return min(core.early, core.late, key=len)
+
+
+def _did_not_come(graph: Graph, stop: Stop) -> int | None:
+    """The side of a send or receive that went on without it: it stands where ranks in its place in groups of the same
+    kind stand that have had theirs."""
+    world, group = graph.world, stop.group
+    (peer,) = stop.lacks if len(stop.lacks) == 1 else (None,)
+    if peer is None or peer in stop.calls or stop.src is None or stop.dst is None:
+        return None
+    head = graph.heads.get((peer, MAIN))
+    if head is None or head.is_p2p:
+        return None
+    src, dst = group.members.index(stop.src), group.members.index(stop.dst)
+    own = group.members.index(peer)
+    had = had_not = 0
+    for sibling in world.groups:
+        if sibling is group or sibling.kind != group.kind:
+            continue
+        like = graph.heads.get((sibling.members[own], MAIN))
+        if like is None or like.is_p2p or like.seq != head.seq or like.group.kind != head.group.kind:
+            continue
+        flow = world.flows.get((sibling.index, sibling.members[src], sibling.members[dst]), ((), ()))
+        if flow[0] or flow[1]:
+            had_not += 1
+        else:
+            had += 1
+    return peer if had > had_not else None
 
 
 def _ring_order(graph: Graph, ranks: Sequence[int], stops: Sequence[Stop]) -> tuple[Stop, ...]:
@@ -406,23 +488,21 @@ def _ring_order(graph: Graph, ranks: Sequence[int], stops: Sequence[Stop]) -> tu
     return tuple(stops)
 
 
-def _odd_in_ring(graph: Graph, ranks: Sequence[int], stops: Sequence[Stop]) -> tuple[tuple[int, ...], bool]:
-    """Who does not do what ranks in the same place do, and whether that is by calling something too early.
+def _odd_in_ring(graph: Graph, inside: set[int], stops: Sequence[Stop]) -> tuple[int, ...]:
+    """Who does not do what ranks in the same place do.
 
     Everybody who stands in an operation has made the same calls before it, in groups of one kind, except for who left
     the others' order. Ranks outside of the ring count as witnesses.
     """
-    world = graph.world
     collectives = [s for s in stops if not s.is_p2p]
     guilty: set[int] = set()
     cleared: set[int] = set()
-    inside = set(ranks)
     for stop in collectives:
         standing = _standing_like(graph, stop)
         for other in collectives:
             if other.group is stop.group:
                 continue
-            before = {r: n for r in standing if (n := _called_before(graph, r, other.group, stop)) is not None}
+            before = {r: n for r in standing if (n := _called_before(graph, r, other.group)) is not None}
             counts = Counter(before.values())
             if not counts:
                 continue
@@ -431,18 +511,11 @@ def _odd_in_ring(graph: Graph, ranks: Sequence[int], stops: Sequence[Stop]) -> t
                 continue
             guilty |= {r for r, k in before.items() if k != usual and r in inside}
             cleared |= {r for r, k in before.items() if k == usual and r in inside}
-    guilty -= cleared if len(guilty - cleared) else set()
+    guilty -= cleared if guilty - cleared else set()
     if guilty:
-        return tuple(sorted(guilty)), True
+        return tuple(sorted(guilty))
     left = inside - cleared
-    if cleared and left and len(left) < len(inside):
-        return tuple(sorted(left)), False
-    lonely = [s for s in collectives if len([r for r in s.waiters if r in inside]) == 1]
-    crowded = [s for s in collectives if len([r for r in s.waiters if r in inside]) > 1]
-    if len(lonely) == 1 and crowded and len(collectives) == len(stops) == 2:
-        return tuple(r for r in lonely[0].waiters if r in inside), True
-    _ = world
-    return (), False
+    return tuple(sorted(left)) if cleared and left and len(left) < len(inside) else ()
 
 
 def _standing_like(graph: Graph, stop: Stop) -> list[int]:
@@ -454,7 +527,7 @@ def _standing_like(graph: Graph, stop: Stop) -> list[int]:
     return found
 
 
-def _called_before(graph: Graph, rank: int, group: Group, stop: Stop) -> int | None:
+def _called_before(graph: Graph, rank: int, group: Group) -> int | None:
     """How many collectives of the rank's group of this kind it had called before the one it stands in."""
     mine = next((g for g in graph.world.groups_of.get(rank, ()) if g is group or g.kind == group.kind), None)
     head = graph.heads.get((rank, MAIN))
@@ -491,7 +564,7 @@ def _shifts(
     order = sorted(suspects, key=lambda g: (g not in windows, len(world.groups[g].members)))
     for index in order[:MAX_SHIFT_GROUPS]:
         group = world.groups[index]
-        shift = find_shift(world, group, suspects[index], details, windows.get(index))
+        shift = find_shift(world, group, suspects[index], _hints(graph, group), details, windows.get(index))
         if shift is None and index in windows:
             roots += _by_windows(graph, group, strays[index], rings, absent)
         if shift is None or shift.ranks in seen:
@@ -501,10 +574,21 @@ def _shifts(
         seen.add(shift.ranks)
         cls = FaultClass.SKIPPED_COLLECTIVE if shift.by > 0 else FaultClass.EXTRA_COLLECTIVE
         confidence = 0.6 if shift.is_tie else 0.85 if shift.matches >= SURE_MATCHES else 0.65
-        stop = _stop_in(graph, group)
-        nodes = tuple(n for r in shift.ranks for n in graph.rank_nodes(r)) + ((stop.node,) if stop else ())
-        roots.append(Root(cls, shift.ranks, confidence, stop, nodes, shift=shift))
+        where = _stop_in(graph, group)
+        nodes = tuple(n for r in shift.ranks for n in graph.rank_nodes(r)) + ((where.node,) if where else ())
+        roots.append(Root(cls, shift.ranks, confidence, where, nodes, shift=shift))
     return roots
+
+
+def _hints(graph: Graph, group: Group) -> dict[int, int]:
+    """Per rank which shift its place in this group suggests: others wait there for it, or it waits for the others."""
+    out: dict[int, int] = {}
+    for stop in graph.stops:
+        if stop.group is group and not stop.is_p2p and stop.waiters:
+            out.update({r: 1 for r in stop.lacks if r not in stop.calls})
+            if len(stop.waiters) < len(stop.lacks):
+                out.update({r: -1 for r in stop.waiters})
+    return out
 
 
 def _stop_in(graph: Graph, group: Group) -> Stop | None:
