@@ -16,7 +16,7 @@ from steadyrun.collectors.flight.bundle import Bundle, BundleReading, LoadedFile
 from steadyrun.collectors.flight.readers import read_bundles
 from steadyrun.collectors.flight.sidecar import DumpFile, Sidecar, sidecar_from_json
 from steadyrun.collectors.flight.summarise import read_ops
-from steadyrun.collectors.flight.unpickle import MAX_DUMP_BYTES, DumpError, load_dump
+from steadyrun.collectors.flight.unpickle import MAX_DUMP_BYTES, Dump, DumpError, load_dump
 from steadyrun.core.flight import FlightOp, RankFlight
 
 __all__ = ["DumpFolder", "FoundDumps", "LoadedFile", "LoadedFlights", "find_dumps", "load_folder", "rank_from_name"]
@@ -37,7 +37,7 @@ _SUFFIX: Final = re.compile(r"(\.(pkl|pickle|json|bin|pt|fr|dump|trace|dat|tmp|c
 _TRAILING: Final = re.compile(r"(\d{1,7})$")
 _ANYWHERE: Final = re.compile(r"(?:^|[^a-zA-Z])rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _NO_DUMP: Final = re.compile(
-    r"\.(log|txt|err|out|html|md|py|toml|yaml|yml|csv|svg|png|gz|zip|tar|pid|lock|jsonl)$", re.I
+    r"\.(log|txt|err|out|html|md|py|toml|yaml|yml|csv|svg|png|gz|zip|tar|pid|lock|jsonl)$", re.IGNORECASE
 )
 _LIKE_A_DUMP: Final = re.compile(r"trace|dump|flight|(^|_)fr_|rank|\.(pkl|pickle)$", re.IGNORECASE)
 _KEYS: Final = re.compile(rb'"(pg_config|pg_status|comm_lib_version|nccl_version|entries)"\s*:')
@@ -243,16 +243,16 @@ def _file_by_name(path: Path) -> DumpFile | None:
 def _workers(bundles: Sequence[Bundle], wanted: int | None) -> int:
     if wanted is not None:
         return max(1, min(wanted, len(bundles)))
-    total = 0
-    for bundle in bundles:
-        for path, _ in bundle.files:
-            try:
-                total += path.stat().st_size
-            except OSError:
-                continue
-    if total < _FEW_BYTES:
+    if sum(_size_of(path) for bundle in bundles for path, _ in bundle.files) < _FEW_BYTES:
         return 1
     return max(1, min(len(os.sched_getaffinity(0)), 16, len(bundles)))
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 class _Merge:
@@ -318,10 +318,12 @@ class DumpFolder:
         return [op for op in ops if first_seq <= op.seq <= last_seq]
 
     def _load(self, rank: int, group: str) -> tuple[FlightOp, ...]:
-        dumps = []
-        for path, file in self._files.get(rank, ()):
-            try:
-                dumps.append((load_dump(path, self._max_bytes), file))
-            except (DumpError, MemoryError):
-                continue
+        found = ((self._dump(path), file) for path, file in self._files.get(rank, ()))
+        dumps = [(dump, file) for dump, file in found if dump is not None]
         return read_ops(dumps, rank, self._sidecars.get(rank), group, 0, 1 << 53)
+
+    def _dump(self, path: Path) -> Dump | None:
+        try:
+            return load_dump(path, self._max_bytes)
+        except (DumpError, MemoryError):
+            return None

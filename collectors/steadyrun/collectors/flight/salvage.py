@@ -7,6 +7,7 @@ own, which knows only the opcodes that build plain values, and bounds what it bu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from dataclasses import dataclass
@@ -15,16 +16,17 @@ from typing import Any, Final
 __all__ = [
     "MAX_CONTAINERS",
     "MAX_STRUCTURE_BYTES",
-    "ForbiddenPickle",
+    "ForbiddenPickleError",
     "Replay",
-    "TooMuch",
+    "TooMuchError",
     "replay_json",
     "replay_pickle",
 ]
 
-# 20 times the largest dump a sane buffer size gives: 2,000 entries have 16,000 containers and 250 KB of opcodes.
-MAX_CONTAINERS: Final = 2_000_000
-MAX_STRUCTURE_BYTES: Final = 24 * 1024 * 1024
+# 60 times what the usual 2,000 entries have: 16,000 containers and 250 KB of opcodes.
+MAX_CONTAINERS: Final = 1_000_000
+MAX_STRUCTURE_BYTES: Final = 16 * 1024 * 1024
+_MAX_DEPTH: Final = 64
 
 _FORBIDDEN: Final = {
     ord("c"): "GLOBAL", ord("i"): "INST", ord("o"): "OBJ", ord("R"): "REDUCE", ord("b"): "BUILD", 0x81: "NEWOBJ",
@@ -33,15 +35,15 @@ _FORBIDDEN: Final = {
 }  # fmt: skip
 
 
-class ForbiddenPickle(ValueError):
+class ForbiddenPickleError(ValueError):
     """The pickle asks for something to be imported or called; the text says what."""
 
 
-class TooMuch(ValueError):
+class TooMuchError(ValueError):
     """The file would unfold into more than any dump holds."""
 
 
-class _Damage(ValueError):
+class _DamageError(ValueError):
     """The stream makes no sense from here on."""
 
 
@@ -73,15 +75,15 @@ def replay_pickle(data: bytes) -> Replay:
     Keys become text and tuples of containers become lists, so that no hash costs more than its length.
 
     Raises:
-        ForbiddenPickle: it would import or call something.
-        TooMuch: more values than a dump can have.
+        ForbiddenPickleError: it would import or call something.
+        TooMuchError: more values than a dump can have.
     """
     machine = _Machine(data)
     try:
         return Replay(machine.run())
     except (IndexError, struct.error):
         return Replay(machine.unfinished(), f"cut at byte {len(data)}")
-    except _Damage as e:
+    except _DamageError as e:
         return Replay(machine.unfinished(), f"damaged at byte {machine.position}: {e}")
 
 
@@ -95,7 +97,6 @@ class _Machine:
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._containers = 0
-        self._opcodes = 0
 
     def run(self) -> Any:
         """Interpret until STOP. IndexError or struct.error: the data ended."""
@@ -109,7 +110,7 @@ class _Machine:
             position += 1
             budget -= 1
             if budget < 0:
-                raise TooMuch(f"more than {MAX_STRUCTURE_BYTES} values")
+                raise TooMuchError(f"more than {MAX_STRUCTURE_BYTES} values")
             if op == 0x68:  # h BINGET
                 stack.append(self._got(data[position]))
                 position += 1
@@ -123,6 +124,8 @@ class _Machine:
                 stack.append(_INT2(data, position)[0])
                 position += 2
             elif op == 0x28:  # ( MARK
+                if len(self._marks) >= _MAX_DEPTH:
+                    raise _DamageError("containers in containers beyond what a dump has")
                 self._marks.append(stack)
                 self._stack = stack = []
                 self._count()
@@ -151,7 +154,7 @@ class _Machine:
                 if len(data) < position + 1 + size:
                     raise IndexError
                 if size > 16:
-                    raise _Damage(f"a number of {size} bytes")
+                    raise _DamageError(f"a number of {size} bytes")
                 stack.append(int.from_bytes(data[position + 1 : position + 1 + size], "little", signed=True))
                 position += 1 + size
             elif op == 0x4A:  # J BININT
@@ -196,9 +199,9 @@ class _Machine:
             elif op == 0x8D:  # BINUNICODE8
                 position = self._text(position + 8, _UINT8(data, position)[0], stack)
             elif op in _FORBIDDEN:
-                raise ForbiddenPickle(f"{_FORBIDDEN[op]}{_global_name(data, position, op)} at byte {position - 1}")
+                raise ForbiddenPickleError(f"{_FORBIDDEN[op]}{_global_name(data, position, op)} at byte {position - 1}")
             else:
-                raise _Damage(f"opcode {op:#04x}")
+                raise _DamageError(f"opcode {op:#04x}")
 
     def _text(self, start: int, size: int, stack: list[Any]) -> int:
         if len(self._data) < start + size:
@@ -209,80 +212,73 @@ class _Machine:
     def _count(self) -> None:
         self._containers += 1
         if self._containers > MAX_CONTAINERS:
-            raise TooMuch(f"more than {MAX_CONTAINERS} lists and mappings")
+            raise TooMuchError(f"more than {MAX_CONTAINERS} lists and mappings")
 
     def _got(self, index: int) -> Any:
         try:
             return self._memo[index]
         except KeyError:
-            raise _Damage(f"it uses memo {index}, which was never set") from None
+            raise _DamageError(f"it uses memo {index}, which was never set") from None
 
     @staticmethod
     def _top(stack: list[Any]) -> Any:
         if not stack:
-            raise _Damage("a value is missing")
+            raise _DamageError("a value is missing")
         return stack[-1]
 
     @staticmethod
     def _pop(stack: list[Any]) -> Any:
         if not stack:
-            raise _Damage("a value is missing")
+            raise _DamageError("a value is missing")
         return stack.pop()
 
     def _pop_mark(self) -> list[Any]:
         if not self._marks:
-            raise _Damage("an end without its beginning")
+            raise _DamageError("an end without its beginning")
         self._stack = self._marks.pop()
         return self._stack
 
     def _tuple(self, stack: list[Any], size: int) -> None:
         if len(stack) < size:
-            raise _Damage("a value is missing")
+            raise _DamageError("a value is missing")
         stack[-size:] = [_as_tuple(stack[-size:])]
         self._count()
 
     def unfinished(self) -> Any:
-        """The outermost value with all that was complete in it. What was being filled is kept as a mapping's value and
-        dropped as a list's element: half an entry is none."""
-        stack = self._stack
-        half: Any = None
-        while True:
-            if half is not None and stack and stack[-1] is half and (self._in_list() or len(stack) == 1):
-                stack = stack[:-1] if isinstance(half, dict) and self._in_list() else stack
-            if not self._marks:
-                return stack[0] if stack else None
-            items, stack = stack, self._marks.pop()
-            self._stack = stack
-            container = stack[-1] if stack else None
-            try:
-                if isinstance(container, list):
-                    _extend(container, items)
-                elif isinstance(container, dict):
+        """The outermost value with all that was complete in it: half a mapping is dropped from a list, for half an
+        entry is none; as a mapping's value it is kept, and so is half a list."""
+        items = self._stack
+        half = items[-1] if items and items[-1] == {} else None  # opened, and nothing in it yet
+        while self._marks:
+            outer = self._marks.pop()
+            container = outer[-1] if outer else None
+            if isinstance(container, list):
+                if isinstance(half, dict) and items and items[-1] is half:
+                    items = items[:-1]
+                container.extend(items)
+            elif isinstance(container, dict):
+                with contextlib.suppress(_DamageError):
                     _set_items(container, items[: len(items) // 2 * 2])
-            except _Damage:
-                pass
-            half = container
-
-    def _in_list(self) -> bool:
-        return bool(self._marks) and bool(self._marks[-1]) and isinstance(self._marks[-1][-1], list)
+            items, half = outer, container
+        return items[0] if items else None
 
 
 def _extend(target: Any, items: Any) -> None:
     if not isinstance(target, list):
-        raise _Damage("elements for what is no list")
+        raise _DamageError("elements for what is no list")
     target.extend(items)
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
     if not isinstance(target, dict):
-        raise _Damage("items for what is no mapping")
+        raise _DamageError("items for what is no mapping")
     if len(items) % 2:
-        raise _Damage("a key without a value")
+        raise _DamageError("a key without a value")
     for i in range(0, len(items), 2):
         key = items[i]
         if key.__class__ is not str:
             if key.__class__ is not int:
-                raise _Damage(f"a key of type {type(key).__name__}")
+                raise _DamageError(f"a key of type {type(key).__name__}")
             key = str(key)
         target[key] = items[i + 1]
 

@@ -25,8 +25,8 @@ __all__ = ["is_plain_dump"]
 _MAX_DEPTH: Final = 16
 _FILLED: Final = 0x41  # a list of one, its element read: APPEND must follow
 
-# Pieces of the grammar. One opcode each; alternatives begin with different bytes, so that there is one way to match, and
-# giving up a part of it never helps: possessive where Python knows that, which saves a third of the time.
+# Pieces of the grammar. One opcode each; alternatives begin with different bytes, so there is one way to match, and
+# giving up a part of it never helps: possessive where Python knows that, a third faster.
 _ALL: Final = b"+" if sys.version_info >= (3, 11) else b""
 _INDEX: Final = rb"..[\x00-\x0f]\x00"  # of LONG_BINPUT and LONG_BINGET
 _PUT: Final = rb"(?:q.|r" + _INDEX + rb")"
@@ -43,8 +43,8 @@ _LIST: Final = rb"\]" + _MAYBE_PUT + rb"(?:\(" + _ELEMENT + _FEW + rb"e|" + _ELE
 # Taken for an empty one only where what follows cannot be its element.
 _EMPTY_LIST: Final = rb"\]" + _PUT + rb"?(?![(}\]qrXKMJN\x88\x89\x8aG])(?!" + _GET + rb"a)"
 
-# A pair of an entry or a frame: the key from the memo, the value flat. Tuples: of two memo indices below 256, and stored,
-# if at all, at or above it. So one can hold a tuple stored below, which are looked at one by one, but none like itself.
+# A pair of an entry or a frame: the key from the memo, the value flat. Tuples: of two indices below 256, stored, if
+# at all, at or above it. So one may hold a tuple stored below, which are looked at one by one, but none like itself.
 _HIGH_PUT: Final = rb"r(?:.[^\x00][\x00-\x0f]|.\x00[\x01-\x0f])\x00"
 _TUPLE: Final = rb"h.\x86(?:(?![qr])|" + _HIGH_PUT + rb")"
 _PAIR: Final = (
@@ -72,12 +72,12 @@ def is_plain_dump(data: bytes) -> bool:
         return False
     try:
         return _Scanner(data).accepts()
-    except (_OtherShape, IndexError):
+    except (_OtherShapeError, IndexError):
         return False
 
 
-class _OtherShape(Exception):  # noqa: N818 - not an error: the file is read in another way
-    pass
+class _OtherShapeError(Exception):
+    """The file is read in another way."""
 
 
 class _Scanner:
@@ -150,7 +150,7 @@ class _Scanner:
         op = self._data[self._at]
         if stack[-1] == _FILLED:
             if op != 0x61:
-                raise _OtherShape
+                raise _OtherShapeError
             stack.pop()
             self._at += 1
             self._put()
@@ -163,7 +163,7 @@ class _Scanner:
         elif m := _ONE_GET.match(self._data, self._at) or _ONE_NUMBER.match(self._data, self._at):
             self._at = m.end()
         else:
-            raise _OtherShape
+            raise _OtherShapeError
 
     def _items(self, stack: list[int]) -> None:
         data = self._data
@@ -178,11 +178,11 @@ class _Scanner:
         elif op == 0x58:
             self._text()
         elif m is None:
-            raise _OtherShape
+            raise _OtherShapeError
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
     def _pairs(self, stack: list[int]) -> None:
-        """Pairs, until one whose value is a container, or to the end of the mapping; of one in a list, also the next."""
+        """Pairs, until one whose value is a container, or to the end of the mapping; in a list, also of the next."""
         data = self._data
         step = (_STEP_IN_LIST if len(stack) > 1 and stack[-2] == 0x5D else _STEP).match
         while True:
@@ -207,7 +207,7 @@ class _Scanner:
             elif get := _ONE_GET.match(data, self._at):
                 self._at = get.end()
             elif empty:
-                raise _OtherShape
+                raise _OtherShapeError
             else:
                 continue
             if self._value(stack):
@@ -234,7 +234,7 @@ class _Scanner:
         elif m := _ONE_NUMBER.match(data, self._at):
             self._at = m.end()
         else:
-            raise _OtherShape
+            raise _OtherShapeError
         return False
 
     def _next_is_pair(self) -> bool:
@@ -259,10 +259,10 @@ class _Scanner:
         else:
             second = _ONE_GET.match(data, self._at)
             if second is None:
-                raise _OtherShape
+                raise _OtherShapeError
             self._at = second.end()
         if any(get and self._is_tuple(get) for get in (first, second)):
-            raise _OtherShape
+            raise _OtherShapeError
         self._at += 1
         if m := _ONE_PUT.match(data, self._at):
             index = int.from_bytes(data[self._at + 1 : m.end()], "little")
@@ -270,7 +270,7 @@ class _Scanner:
                 self._low_tuples.add(index)
             self._at = m.end()
             if _ONE_PUT.match(data, self._at):
-                raise _OtherShape
+                raise _OtherShapeError
 
     def _is_tuple(self, get: re.Match[bytes]) -> bool:
         index = int.from_bytes(self._data[get.start() + 1 : get.end()], "little")

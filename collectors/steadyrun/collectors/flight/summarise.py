@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -409,7 +410,7 @@ def _in_order(entries: Sequence[Any]) -> Sequence[Any]:
     """By ``record_id``, as torch writes them; others may not."""
     try:
         ids = [entry["record_id"] for entry in entries]
-        if all(map(int.__le__, ids, ids[1:])) if len(ids) > 1 else True:
+        if all(map(operator.le, ids, ids[1:])):
             return entries
     except _WRONG:
         pass

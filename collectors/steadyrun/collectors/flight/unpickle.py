@@ -18,9 +18,9 @@ from typing import Any, Final, NoReturn
 
 from steadyrun.collectors.flight.salvage import (
     MAX_CONTAINERS,
-    ForbiddenPickle,
+    ForbiddenPickleError,
     Replay,
-    TooMuch,
+    TooMuchError,
     replay_json,
     replay_pickle,
 )
@@ -81,9 +81,9 @@ def load_dump(source: Path | bytes, max_bytes: int = MAX_DUMP_BYTES) -> Dump:
             return _checked(_load_pickle(data), name, is_json=False)
         if data.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
             return _checked(_load_json(data), name, is_json=True)
-    except ForbiddenPickle as e:
+    except ForbiddenPickleError as e:
         raise DumpError("refused", f"{name}: not a dump: its pickle would run code ({e}); do not load it") from e
-    except TooMuch as e:
+    except TooMuchError as e:
         raise DumpError("refused", f"{name}: unfolds into {e}, which no dump holds") from e
     raise DumpError("ignored", f"{name}: neither a pickle nor JSON (begins with {data[:8]!r})")
 
@@ -108,7 +108,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
 
 def _checked(replay: Replay, name: str, *, is_json: bool) -> Dump:
     value = replay.value
-    if isinstance(value, list):  # the layout before 2.0: the entries alone
+    if isinstance(value, list) and value and isinstance(value[0], dict):  # before 2.0: the entries alone
         value = {"entries": value}
     if not isinstance(value, dict) or _KNOWN_KEYS.isdisjoint(value):
         if replay.stop:
@@ -122,10 +122,10 @@ class _PlainUnpickler(pickle.Unpickler):
     """No global, no persistent object; the opcodes for both have been looked for already."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise ForbiddenPickle(f"{module}.{name}")
+        raise ForbiddenPickleError(f"{module}.{name}")
 
     def persistent_load(self, pid: object, /) -> NoReturn:
-        raise ForbiddenPickle("a persistent object")
+        raise ForbiddenPickleError("a persistent object")
 
 
 def _load_pickle(data: bytes) -> Replay:
@@ -135,7 +135,7 @@ def _load_pickle(data: bytes) -> Replay:
         # BufferedReader over the bytes: without peek() the C unpickler reads a few bytes at a time, three times slower.
         file = io.BufferedReader(io.BytesIO(data), 1 << 17)
         return Replay(_PlainUnpickler(file).load())
-    except (ForbiddenPickle, TooMuch):
+    except (ForbiddenPickleError, TooMuchError):
         raise
     except Exception:  # whatever it is: the other reader says what can be had
         return replay_pickle(data)
@@ -144,7 +144,7 @@ def _load_pickle(data: bytes) -> Replay:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 def _load_json(data: bytes) -> Replay:
     if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
-        raise TooMuch(f"more than {MAX_CONTAINERS} lists and mappings")
+        raise TooMuchError(f"more than {MAX_CONTAINERS} lists and mappings")
     text = data.decode("utf-8-sig", "replace")
     try:
         return Replay(json.loads(text))
