@@ -109,6 +109,12 @@ def test_the_live_file_follows_the_groups_and_the_variables(
     flight.look()
     assert live(tmp_path)["dump_prefix"] == "/elsewhere/rank_"
     assert live(tmp_path)["buffer_size"] == 500  # torch has read it
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{tmp_path}/request_")
+    flight.look()
+    assert live(tmp_path)["pipe"] is None
+    os.mkfifo(tmp_path / "request_5.pipe")  # as NCCL's heartbeat thread does, some time later
+    flight.look()
+    assert live(tmp_path)["pipe"] == f"{tmp_path}/request_5.pipe"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +162,7 @@ def test_every_recorder_is_dumped_and_one_that_fails_is_named(tmp_path: Path, to
     assert answer["missing"] == ["flight recorder mine: RuntimeError: no recorder"]
     assert (tmp_path / "flight.nccl2.pickle").read_bytes() == b"of nccl2"
     assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o600}
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(answer["files"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*answer["files"], "flight.json"])
 
 
 def test_before_2_15_there_is_one_recorder_beside_nccls(tmp_path: Path, torch: Torch) -> None:
