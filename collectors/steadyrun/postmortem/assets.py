@@ -33,9 +33,12 @@ background:var(--mark);color:var(--dim)}
 nav{display:flex;flex-wrap:wrap;gap:.1rem 1rem;font-size:.87rem;margin:1rem 0 0}
 nav a{text-decoration:none}nav a:hover{text-decoration:underline}
 .facts{display:flex;flex-wrap:wrap;gap:1px;background:var(--line);border:1px solid var(--line);border-radius:10px;
-overflow:hidden;margin:.9rem 0}.facts div{flex:1 1 9.4rem;background:var(--card);padding:.5rem .8rem;min-width:0}
+overflow:hidden;margin:.9rem 0}.facts div{flex:1 1 8.2rem;min-width:0;
+padding:.5rem .8rem;background:var(--card)}
+.facts .big{flex:1.6 1 11rem}
 .facts dt{color:var(--dim);font-size:.78rem}.facts dd{margin:0;overflow-wrap:anywhere;font-weight:550}
-.facts dd small{display:block;font-weight:400;color:var(--dim);font-size:.82rem}dl{margin:0}
+.facts dd{max-width:17rem}
+.facts dd small{display:block;max-width:13rem;font-weight:400;color:var(--dim);font-size:.82rem}dl{margin:0}
 .meter{display:inline-block;width:5.2em;height:.5em;border-radius:9px;background:var(--line);overflow:hidden;
 vertical-align:.08em;margin-right:.5em}.meter i{display:block;height:100%;background:var(--ink)}
 .decision{border-left:3px solid var(--info);padding:.25rem 0 .25rem .8rem;margin:.9rem 0}
@@ -117,7 +120,7 @@ td::before{content:attr(data-k);color:var(--dim)}td:empty{display:none}td>.chip{
 tr.bad{box-shadow:inset 3px 0 var(--bad);padding-left:.6rem}
 tr.bad td:first-child{box-shadow:none;padding-left:0}
 .lane{grid-template-columns:minmax(0,1fr);gap:.25rem}.lane details{grid-column:1}.who{padding-left:.5rem}
-.who span{display:inline;margin-left:.5em}.facts div{flex-basis:8.6rem}
+.who span{display:inline;margin-left:.5em}.facts div,.facts .big{flex:1 1 8.6rem}
 .axis-row>.who{display:none}.times li{grid-template-columns:auto auto minmax(0,1fr)}.times div{grid-column:1/-1}
 .lane.axis-row{position:static}}
 @media print{:root{--paper:#fff;--card:#fff;--ink:#000}main{max-width:none;padding:0}nav{display:none}

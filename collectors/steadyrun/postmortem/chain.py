@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Final
 
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.flight import FlightOp
@@ -16,6 +17,8 @@ from steadyrun.postmortem.words import NO_FAULT, blamed_ranks, state_words, wall
 
 __all__ = ["Chain", "Place", "chain_of_waits"]
 
+_MANY: Final = 4  # places in a layer, before those that differ only in whom they wait for are put together
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -24,7 +27,7 @@ class Place:
     Attributes:
         depth: 0 for a root cause, 1 for who waits for it directly.
         finding: number of the root cause in the report; None where the waits lead to none.
-        parent: index of the place they wait for; None for a root.
+        parent: index of the place that most of them wait for; None for a root. *also*: those that the rest wait for.
         reason: why they wait for *parent*.
         op, desc, seqs: the operation they stand in; no op where they stand in none.
         groups: how many groups were folded into this place.
@@ -36,6 +39,7 @@ class Place:
     depth: int
     finding: int | None
     parent: int | None = None
+    also: tuple[int, ...] = ()
     reason: WaitReason | None = None
     op: str = ""
     desc: str = ""
@@ -131,33 +135,45 @@ class _Folding:
                         todo.append(waiter)
 
     def _fold(self) -> None:
-        by_depth: dict[int, list[int]] = {}
+        by_layer: dict[tuple[int, int | None], list[int]] = {}
         for rank, depth in self._depth.items():
-            by_depth.setdefault(depth, []).append(rank)
-        for depth in sorted(by_depth):
-            members: dict[tuple[object, ...], list[int]] = {}
-            for rank in sorted(by_depth[depth]):
-                members.setdefault(self._key(rank, depth), []).append(rank)
-            for ranks in sorted(members.values(), key=self._order):
+            by_layer.setdefault((depth, self._cause[rank]), []).append(rank)
+        for depth, cause in sorted(by_layer, key=lambda layer: (layer[0], self._cause_order(layer[1]))):
+            ranks = sorted(by_layer[depth, cause])
+            members = self._split(ranks, depth, self._key)
+            if depth and len(members) > _MANY:
+                members = self._split(ranks, depth, self._loose_key)
+            for same in sorted(members, key=self._order):
                 index = len(self._places)
-                self._places.append(self._place(tuple(ranks), depth))
-                for rank in ranks:
+                self._places.append(self._place(tuple(same), depth))
+                for rank in same:
                     self._place_of[rank] = index
 
-    def _order(self, ranks: Sequence[int]) -> tuple[int, float, int, int]:
-        """By root cause, then who began to wait first."""
-        cause = self._cause[ranks[0]]
+    def _split(self, ranks: Sequence[int], depth: int, key: Callable[[int, int], object]) -> list[list[int]]:
+        members: dict[object, list[int]] = {}
+        for rank in ranks:
+            members.setdefault(key(rank, depth), []).append(rank)
+        return list(members.values())
+
+    def _cause_order(self, cause: int | None) -> int:
+        return len(self._report.findings) if cause is None else cause
+
+    def _order(self, ranks: Sequence[int]) -> tuple[float, int, int]:
+        """Who began to wait first."""
         wait = self._wait(ranks[0])
         since = wait.since_unix_s if wait is not None and wait.since_unix_s is not None else inf
-        return len(self._report.findings) if cause is None else cause, since, -len(ranks), ranks[0]
+        return since, -len(ranks), ranks[0]
 
-    def _key(self, rank: int, depth: int) -> tuple[object, ...]:
+    def _key(self, rank: int, depth: int) -> object:
         wait = self._wait(rank)
         if depth == 0:
-            ring = (wait.group, wait.seq) if wait is not None else ()
-            return (self._cause[rank], *ring)
-        assert wait is not None
-        return (self._cause[rank], self._parent(rank), wait.reason, wait.desc, wait.op, wait.site)
+            return (wait.group, wait.seq) if wait is not None else None
+        return self._parent(rank), *self._loose_key(rank, depth)
+
+    def _loose_key(self, rank: int, depth: int) -> tuple[object, ...]:
+        """For layers with many places: whoever stands at one call, whomever of the layer above it waits for."""
+        wait = self._waits[self._via[rank]]
+        return wait.reason, wait.desc, wait.op, wait.site
 
     def _wait(self, rank: int) -> Wait | None:
         """The wait that leads on from *rank*: towards the root; for a root the one it stands in."""
@@ -180,7 +196,9 @@ class _Folding:
         waits = list(dict.fromkeys(w for w in map(self._wait, ranks) if w is not None))
         base = Place(ranks, depth, self._cause[first])
         if depth:
-            base = replace(base, parent=self._parent(first), reason=waits[0].reason)
+            above = Counter(p for p in map(self._parent, ranks) if p is not None).most_common()
+            parents = tuple(index for index, _ in above)
+            base = replace(base, parent=parents[0] if parents else None, also=parents[1:], reason=waits[0].reason)
         own = self._own_call(first, waits) if depth == 0 else None
         if waits:
             since = [w.since_unix_s for w in waits if w.since_unix_s is not None]
@@ -230,12 +248,11 @@ class _Folding:
 def _idle_place(place: Place, report: Report) -> Place:
     """A root that no wait tells of: by its own flight record, else where its stack or its open section says it is."""
     evidence = report.case.evidence
-    finding = report.findings[place.finding] if place.finding is not None else None
-    site = finding.callsite if finding is not None else None
     rank = next((r for r in evidence.ranks if r.rank == place.ranks[0]), None)
     if rank is None:
-        return replace(place, site=site, doing="nothing known of it")
+        return replace(place, doing="nothing known of it")
     if rank.exit is not None or rank.exception is not None:
+        site = report.findings[place.finding].callsite if place.finding is not None else None
         return replace(place, site=site, doing=state_words(rank))
     where = place_of(rank, evidence.script)
     flight = rank.flight
@@ -244,12 +261,12 @@ def _idle_place(place: Place, report: Report) -> Place:
         group = flight.groups[op.group] if 0 <= op.group < len(flight.groups) else None
         desc = (group.desc or group.name) if group is not None else ""
         since = wall_s(op.created_ns, flight)
-        return replace(place, op=op.name, desc=desc, seqs=(op.seq,), site=op.site or site, since_unix_s=since)
+        return replace(place, op=op.name, desc=desc, seqs=(op.seq,), site=op.site, since_unix_s=since)
     calls = [wall_s(g.last_issued_ns, flight) for g in flight.groups] if flight is not None else []
     last = max((t for t in calls if t is not None), default=None)
     section = f"section {where.section}" if where.section else ""
     doing = section or ("in no collective" if flight is not None else "left no flight record")
-    return replace(place, site=where.site or site, doing=doing, since_unix_s=last)
+    return replace(place, site=where.site, doing=doing, since_unix_s=last)
 
 
 def _chain_of_stacks(report: Report, blamed: dict[int, int]) -> Chain:

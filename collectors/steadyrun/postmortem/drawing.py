@@ -136,12 +136,14 @@ class _Painter:
                 box = _Box(x, y, w, h, i, lines[i], self._style(i), self._title(i))
                 boxes.append(box)
                 at[i] = box
-                parent = self._chain.places[i].parent
-                if depth and parent is not None and parent in at:
-                    arrows.append(_arrow_up(box, at[parent]))
+                place = self._chain.places[i]
+                above = {at[p].x: at[p] for p in (place.parent, *place.also) if depth and p is not None and p in at}
+                arrows += [_arrow_up(box, parent) for parent in above.values()]
                 x += w + gap
             if rest:
-                boxes.append(self._rest_box(x, y, w, rest, "more"))
+                box = self._rest_box(x, y, w, rest, "more")
+                boxes.append(box)
+                at |= dict.fromkeys(rest, box)
                 x += w + gap
             if self._ring and depth == 0:
                 arrows += _ring_across([at[i] for i in shown if i in at])
@@ -211,7 +213,7 @@ class _Painter:
             head = short_ranks(place.ranks)
         lines.append(_Line("who", head))
         home = home_words(place.ranks, self._by_rank)
-        under = [f"ranks {listed_ranks(place.ranks)}"] if head.endswith(" wait") else []
+        under = [listed_ranks(place.ranks)] if head.endswith(" wait") else []
         if home:
             under.append(home)
         if under:
@@ -243,6 +245,7 @@ class _Painter:
         words = REASON_WORDS[place.reason]
         above = self._chain.places[place.parent] if place.parent is not None else None
         is_one = above is not None and len(above.ranks) == 1 and place.reason is not WaitReason.IN_FLIGHT
+        is_one = is_one and not place.also
         return f"rank {above.ranks[0]} {words}" if above is not None and is_one else words
 
     def _title(self, index: int) -> str:
@@ -279,6 +282,9 @@ def _shorten(line: _Line, room: int) -> str:
     if len(line.text) <= room:
         return line.text
     if line.style == "code":  # the end of a path tells more than its beginning
+        place = line.text.partition(" in ")[0]
+        if len(place) <= room:
+            return place
         return "…" + line.text[-(room - 1) :]
     return line.text[: room - 1] + "…"
 
@@ -367,14 +373,16 @@ def draw_axis(chart: LaneChart) -> str:
     span = (axis.knee_s or axis.right_s) - axis.left_s
     digits = 3 if span < 2 else 1 if span < 30 else 0
     middle = axis.knee_s if axis.knee_s is not None else (axis.left_s + axis.right_s) / 2
-    marks = [(axis.left_s, "start"), (middle, "middle"), (axis.right_s, "end")]
     texts = []
-    for at_s, anchor in marks:
-        age = axis.right_s - at_s
-        words = clock_words(at_s, digits)
-        texts.append(f'<text x="{axis.at(at_s):.2f}%" y="12" text-anchor="{anchor}">{words}</text>')
-        below = chart.end_words if age <= 0 else f"{age_words(age)} before"
-        texts.append(f'<text class="dim" x="{axis.at(at_s):.2f}%" y="26" text-anchor="{anchor}">{below}</text>')
+    for at_s, anchor in ((axis.left_s, "start"), (middle, "middle"), (axis.right_s, "end")):
+        words, below = clock_words(at_s, digits), f"{age_words(axis.right_s - at_s)} before"
+        if anchor == "end":
+            words, below = (words, "evidence taken") if chart.is_taken else ("", "until when is not known")
+        elif not chart.is_taken:
+            below = "newest record" if anchor == "middle" else f"{age_words(middle - at_s)} before"
+        x = axis.at(at_s)
+        texts.append(f'<text x="{x:.2f}%" y="12" text-anchor="{anchor}">{words}</text>')
+        texts.append(f'<text class="dim" x="{x:.2f}%" y="26" text-anchor="{anchor}">{below}</text>')
     return f'<svg class="axis" width="100%" height="32">{"".join(texts)}</svg>'
 
 
@@ -420,8 +428,8 @@ def _bar_svg(bar: Bar, axis: Axis, y: float, height: float) -> str:
 
 
 def draw_arrivals(lane: Lane, axis: Axis) -> str:
-    """When each rank of the lane called its head operation, one line per rank; empty where all did at once."""
-    if not lane.starts_s or max(lane.starts_s) - min(lane.starts_s) < 1e-6:
+    """When each rank of the lane called its head operation, one line per rank; empty where all did about at once."""
+    if not lane.starts_s or len(lane.starts_s) < 3 or max(lane.starts_s) - min(lane.starts_s) < 5e-4:
         return ""
     count = len(lane.starts_s)
     path = "".join(f"M{axis.at(t):.2f} {i + 0.5:g}H100" for i, t in enumerate(_thin(lane.starts_s)))

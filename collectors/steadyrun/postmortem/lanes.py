@@ -26,7 +26,7 @@ __all__ = ["Axis", "Bar", "Lane", "LaneChart", "Tick", "chart_lanes"]
 
 _OPEN_SHOWN: Final = 3
 _BEFORE: Final = 14  # operations before the head whose calls are shown, per group
-_LANES_WITH_HISTORY: Final = 16
+_LANES_WITH_HISTORY: Final = 8  # each asks for single calls, which means reading a dump again
 _LONGEST_S: Final = 12 * 3600.0  # what began earlier is drawn from the left edge on
 
 
@@ -70,7 +70,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Wall time to 0..100: straight, or with a *knee* after which a long quiet time takes the rest of the width."""
+    """Wall time to 0..100: straight, or with a *knee* after which what follows the last calls has its own scale."""
 
     left_s: float
     right_s: float
@@ -92,11 +92,11 @@ def _share(value: float, low: float, high: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LaneChart:
-    """All lanes, the blamed first; nothing to draw without *axis*."""
+    """All lanes, the blamed first; nothing to draw without *axis*. *is_taken*: when the evidence was taken is known."""
 
     lanes: tuple[Lane, ...] = ()
     axis: Axis | None = None
-    end_words: str = ""
+    is_taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,7 @@ def chart_lanes(report: Report, chain: Chain) -> LaneChart:
     lanes = [_lane(report, role, members, end_s, i < _LANES_WITH_HISTORY) for i, (role, members) in enumerate(folded)]
     if not any(lane.bars or lane.ticks for lane in lanes):
         return LaneChart()
-    axis = _axis(lanes, end_s)
-    if not end.is_taken:  # room for the bars that are open
-        axis = Axis(axis.left_s, end_s + max(0.4 * (end_s - axis.left_s), 0.001))
-    return LaneChart(tuple(lanes), axis, "evidence taken" if end.is_taken else "after the newest record")
+    return LaneChart(tuple(lanes), _axis(lanes, end_s, end.is_taken), end.is_taken)
 
 
 def _fold(report: Report, chain: Chain) -> list[tuple[str, list[_Member]]]:
@@ -130,20 +127,21 @@ def _fold(report: Report, chain: Chain) -> list[tuple[str, list[_Member]]]:
     known = sorted(set(by_rank) | set(blamed) | set(place_of))
     lanes: dict[tuple[object, ...], list[_Member]] = {}
     roles: dict[tuple[object, ...], str] = {}
+    nearest: dict[tuple[object, ...], int] = {}  # to the root cause, of its places
     for rank in known:
         evidence = by_rank.get(rank)
         member = _Member(rank, evidence, evidence.flight if evidence is not None else None)
         place = place_of.get(rank)
         is_waiting = place is not None and chain.places[place].depth > 0
         role = "culprit" if rank in blamed else "victim" if rank in victims or is_waiting else _quiet_role(member)
-        key = (role, blamed.get(rank), place, _behaviour(member))
+        key = (role, blamed.get(rank), _behaviour(member))
+        nearest[key] = min(nearest.get(key, len(chain.places)), len(chain.places) if place is None else place)
         lanes.setdefault(key, []).append(member)
         roles[key] = role
     order = {"culprit": 0, "victim": 1, "unknown": 2, "fine": 3}
 
     def sort_key(key: tuple[object, ...]) -> tuple[int, int, int, int]:
-        place = key[2] if isinstance(key[2], int) else len(chain.places)
-        return order[roles[key]], place, -len(lanes[key]), lanes[key][0].rank
+        return order[roles[key]], nearest[key], -len(lanes[key]), lanes[key][0].rank
 
     return [(roles[key], lanes[key]) for key in sorted(lanes, key=sort_key)]
 
@@ -298,8 +296,8 @@ def _moment_ticks(report: Report, ranks: set[int]) -> Iterable[Tick]:
 
 
 # -- the axis ----------------------------------------------------------------------------------------------------------
-def _axis(lanes: Sequence[Lane], end_s: float) -> Axis:
-    """From shortly before the last calls; a long wait after them gets a third of the width, beyond a knee."""
+def _axis(lanes: Sequence[Lane], end_s: float, is_taken: bool) -> Axis:
+    """From shortly before the last calls. What follows them gets its own scale, unless one fits both."""
     heads = [b.start_s for lane in lanes for b in lane.bars if b.kind in ("head", "open", "failed", "silence")]
     sections = [b.start_s for lane in lanes for b in lane.bars if b.kind == "section"]
     ticks = [t.at_s for lane in lanes for t in lane.ticks]
@@ -308,14 +306,12 @@ def _axis(lanes: Sequence[Lane], end_s: float) -> Axis:
         left = min([*sections, *(t for t in ticks if t > end_s - _LONGEST_S)], default=end_s - 1.0)
         return Axis(min(left, end_s - 0.001), end_s)
     first, last = min(heads), max(heads)
-    shortest = max(0.02, (last - first) * 0.15)
-    left = _recent(first, last, [*ticks, *sections], shortest)
-    before = [t for t in ticks if left <= t <= last]
-    last_tick = max([last, *(t for t in before if t <= last)])
-    margin = (last_tick - left) * 0.12
-    if end_s - last_tick <= 2 * (last_tick - left):
-        return Axis(left - (end_s - left) * 0.01, end_s)
-    return Axis(left - margin * 0.2, end_s, last_tick + margin)
+    left = _recent(first, last, [*ticks, *sections], max(0.02, (last - first) * 0.15))
+    margin = (last - left) * 0.06
+    if not is_taken:
+        return Axis(left - margin, end_s + margin + 1.0, end_s + margin)
+    quiet = (end_s - last) / (end_s - left)
+    return Axis(left - margin, end_s) if 0.5 <= quiet <= 0.7 else Axis(left - margin, end_s, last + margin)
 
 
 def _recent(first_s: float, last_s: float, times: Sequence[float], shortest_s: float) -> float:

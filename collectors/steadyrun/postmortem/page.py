@@ -18,7 +18,7 @@ from steadyrun.core.records import Evidence, Finding, Frame, RankEvidence, Threa
 from steadyrun.detect.grouping import group_ranks, place_of, places_sentence
 from steadyrun.postmortem.assets import SCRIPT, STYLE
 from steadyrun.postmortem.case import Input, InputStatus, Moment, Report
-from steadyrun.postmortem.chain import Chain, chain_of_waits
+from steadyrun.postmortem.chain import Chain, Place, chain_of_waits
 from steadyrun.postmortem.drawing import draw_arrivals, draw_axis, draw_chain, draw_lane, escape
 from steadyrun.postmortem.lanes import LaneChart, chart_lanes
 from steadyrun.postmortem.words import (
@@ -171,7 +171,8 @@ def _facts(report: Report, finding: Finding) -> str:
 def _fact(name: str, value: str, more: str) -> str:
     shown = f'<span class="code">{escape(value)}</span>' if name == "call site" else escape(value)
     small = f"<small>{escape(more)}</small>" if more else ""
-    return f"<div><dt>{escape(name)}</dt><dd>{shown}{small}</dd></div>"
+    big = ' class="big"' if name in ("operation", "call site") else ""
+    return f"<div{big}><dt>{escape(name)}</dt><dd>{shown}{small}</dd></div>"
 
 
 def _not_sure(report: Report, main: Finding) -> str:
@@ -305,7 +306,7 @@ def _lanes(report: Report, chart: LaneChart) -> str:
     if len(chart.lanes) > _LANES:
         left_out = sum(len(lane.ranks) for lane in chart.lanes[_LANES:])
         more += f'<p class="dim">{len(chart.lanes) - _LANES} lanes of {left_out} ranks are left out</p>'
-    quiet = " After the last calls time is drawn shorter (shaded)." if chart.axis.knee_s is not None else ""
+    quiet = " After the last calls time has another scale (shaded)." if chart.axis.knee_s is not None else ""
     lead = (
         '<p class="lead">Ranks that did the same share a lane. A bar begins where the operation was called and ends '
         f"where the evidence was taken.{quiet}</p>"
@@ -326,7 +327,7 @@ def _key(kinds: set[str], chart: LaneChart) -> str:
     )
     items = [f'<span><i class="k-{kind}"></i>{text}</span>' for kind, text in words if kind in kinds]
     if chart.axis is not None and chart.axis.knee_s is not None:
-        items.append('<span><i class="k-quiet"></i>shortened time</span>')
+        items.append('<span><i class="k-quiet"></i>another scale</span>')
     return f'<div class="key">{"".join(items)}</div>'
 
 
@@ -494,7 +495,9 @@ def _recorded_calls(report: Report, with_stacks: set[int]) -> list[str]:
     if not calls:
         return []
     parts = ['<p class="lead">As recorded when the operation was called:</p>']
-    for i, ((name, frames), ranks) in enumerate(sorted(calls.items(), key=lambda c: (-len(c[1]), c[1][0]))[:_STACKS]):
+    blamed = blamed_ranks(report)
+    order = sorted(calls.items(), key=lambda c: (not any(r in blamed for r in c[1]), -len(c[1]), c[1][0]))
+    for i, ((name, frames), ranks) in enumerate(order[:_STACKS]):
         text = "\n".join(escape(f) for f in frames)
         parts.append(_stack(f"{rank_words(ranks)} called {name}", text, i < _STACKS_OPEN))
     return parts
@@ -539,10 +542,16 @@ def _own_moments(report: Report, chain: Chain) -> Iterable[Moment]:
             yield Moment(at, "exit", state_words(r), r.rank, r.node)
     if any(kind == "issued" for kind, _ in have):
         return
-    for place in chain.places[:60]:
+    calls: dict[tuple[str, str], list[Place]] = {}
+    for place in chain.places:
         if place.op and place.since_unix_s is not None:
-            text = f"{op_words(place.op, place.seqs) if place.seqs else place.op} of {place.desc}, open from here on"
-            yield Moment(place.since_unix_s, "call", f"{rank_words(place.ranks)} in {text}")
+            calls.setdefault((place.op, place.desc), []).append(place)
+    for (op, desc), places in calls.items():
+        ranks = [r for p in places for r in p.ranks]
+        seqs = [n for p in places for n in p.seqs]
+        since = min(p.since_unix_s for p in places if p.since_unix_s is not None)
+        what = op_words(op, seqs) if seqs else op
+        yield Moment(since, "call", f"{rank_words(ranks)} in {what}{f' of {desc}' if desc else ''}, open from here on")
 
 
 def _fold_moments(moments: Sequence[Moment]) -> list[tuple[Moment, tuple[int, ...]]]:

@@ -62,7 +62,7 @@ def clock_words(unix_s: float | None, digits: int = 0) -> str:
     known = plausible_unix_s(unix_s)
     if known is None:
         return ""
-    scaled = round(known * 10**digits)
+    scaled = int(known * 10**digits)
     whole, part = divmod(scaled, 10**digits)
     return time.strftime("%H:%M:%S", time.gmtime(whole)) + (f".{part:0{digits}d}" if digits else "")
 

@@ -70,17 +70,26 @@ def test_ring_that_nobody_is_blamed_for_ends() -> None:
     assert sorted(r for p in chain.places for r in p.ranks) == [0, 1, 5, 6]
 
 
+def test_layer_of_many_places_folds_those_that_wait_for_different_ones() -> None:
+    below = tuple(wait((20 + r,), (r,), "dp", 3) for r in range(1, 7))
+    ends = tuple(wait((r,), (0,), f"tp{r}") for r in range(1, 7))
+    chain = chain_of_waits(report_of((*ends, *below), Finding(FaultClass.HOST_STALL, (0,), "", 0.9)))
+    last = chain.places[-1]
+    assert (last.depth, last.ranks, last.op) == (2, tuple(range(21, 27)), "all_reduce")
+    assert sorted([last.parent or 0, *last.also]) == [1, 2, 3, 4, 5, 6]
+
+
 def test_lanes_fold_equal_ranks_and_put_the_culprit_first() -> None:
     report = reports.stall_of(8, 16, 37)
     chart = chart_lanes(report, chain_of_waits(report))
     assert [(lane.role, len(lane.ranks)) for lane in chart.lanes] == [
-        ("culprit", 1), ("victim", 7), ("victim", 15), ("victim", 105),
+        ("culprit", 1), ("victim", 7), ("victim", 120),
     ]  # fmt: skip
     silence = chart.lanes[0].bars[0]
     assert silence.kind == "silence"
     assert silence.start_s == pytest.approx(reports.START_S - 0.1)
     assert [b.kind for b in chart.lanes[2].bars] == ["head", "open", "section"]
-    assert len(chart.lanes[3].starts_s) == 105
+    assert len(chart.lanes[2].starts_s) == 120
 
 
 def test_long_wait_is_drawn_shorter_than_what_led_to_it() -> None:
@@ -101,7 +110,7 @@ def test_axis_never_leaves_the_track() -> None:
 def test_words() -> None:
     assert age_words(0.0042) == "4.2 ms"
     assert age_words(612) == "10 min"
-    assert clock_words(reports.START_S + 59.9996, 3) == "16:01:00.000"
+    assert clock_words(reports.START_S + 59.9996, 3) == "16:00:59.999"
     assert clock_words(float("nan")) == ""
     assert rank_words(range(0, 1024, 8)) == "128 ranks: 0, 8, 16 … 1016, every 8th"
     assert rank_words(range(8), 8) == "all 8 ranks"
