@@ -28,7 +28,7 @@ _watching = [False]
 
 def _audit(event: str, arguments: Any) -> None:
     if _watching[0] and event in WATCHED:
-        _seen.append(event)
+        _seen.append(f"{event} {arguments!r}"[:200])
 
 
 def real_dumps(cases: Path) -> list[bytes]:
@@ -42,7 +42,8 @@ def test_mutated_real_dumps(shared_cases: Path, count: int) -> None:
     rng = random.Random(seed)
     files = real_dumps(shared_cases)
     sys.addaudithook(_audit)  # cannot be taken away; silent unless watching
-    summarise([(load_dump(files[0]), None)], 0, None)  # imports what is imported at first use
+    for data in (b'{"entries": []}', files[0], files[0][:-1]):
+        read_as_far_as_it_goes(data)  # imports what is imported at first use
     outcomes: Counter[str] = Counter()
     _watching[0] = True
     try:
