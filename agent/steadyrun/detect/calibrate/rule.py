@@ -1,0 +1,187 @@
+"""The limit that loses least: hangs that are waited for against healthy passes that are taken for hangs.
+
+A limit T costs ``hangs_per_day * T`` for waiting and ``events_per_day * P(longer than T) * restart_s`` for needless
+restarts. Beyond the longest of n durations, u, their tail is taken for Pareto's, ``P(> t) = (u / t)**alpha / (n + 1)``.
+The loss is least at ``u * (alpha * events_per_day * restart_s / ((n + 1) * hangs_per_day * u))**(1 / (alpha + 1))``,
+which falls by itself as n grows, and with a cheaper restart. A multiple of the longest duration does neither: the
+passes that cause false alarms, one in thousands, are not among the first hundred.
+
+The soft limit is the same with the price of a look at the ranks in place of a restart: evidence is collected there, and
+only evidence of a hang allows to act. At the hard limit time alone does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from steadyrun.detect.calibrate.statistics import Durations, SectionStatistics
+
+__all__ = ["MIN_EVENTS", "Basis", "Costs", "Limit", "Tail", "limits_of", "tail_of"]
+
+MIN_EVENTS: Final = 16
+_ALPHA: Final = 2.0  # taken for granted, with the weight of this many observations:
+_ALPHA_OBSERVATIONS: Final = 20.0
+_ALPHA_RANGE: Final = (1.2, 2.5)
+_HILL_FROM: Final = 30  # events below which the tail's shape is not looked at
+_MEDIANS: Final = 3.0
+_MAXIMA: Final = 1.5
+_FIRST_MAXIMA: Final = 3.0
+_DAY_S: Final = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What waiting and acting in vain cost.
+
+    Attributes:
+        restart_s: a restart, from the order to the first new step, and the work it repeats.
+        hangs_per_day: expected.
+        evidence_error: share of healthy but slow passes that the evidence at a soft limit takes for a hang.
+        evidence_s: training time that collecting this evidence costs, s.
+        cap_s: the limit below 16 events, and the highest that cost alone may choose; durations seen may raise it.
+        first_cap_s: the least for a first pass.
+    """
+
+    restart_s: float = 600.0
+    hangs_per_day: float = 1.0
+    evidence_error: float = 0.02
+    evidence_s: float = 0.5
+    cap_s: float = 1800.0
+    first_cap_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("restart_s", "hangs_per_day", "cap_s", "first_cap_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 <= self.evidence_error <= 1:
+            raise ValueError(f"evidence_error must be between 0 and 1, got {self.evidence_error}")
+        if not 0 <= self.evidence_s < math.inf:
+            raise ValueError(f"evidence_s must be at least 0 seconds, got {self.evidence_s}")
+
+    @property
+    def look_s(self) -> float:
+        """What one healthy pass beyond the soft limit costs on average."""
+        return self.evidence_s + self.evidence_error * self.restart_s
+
+
+class Basis(str, Enum):
+    """What decided about a hard limit."""
+
+    NEVER_SEEN = "never_seen"
+    TOO_FEW = "too_few"
+    COST = "cost"
+    MEDIAN = "median"  # three times
+    MAXIMUM = "maximum"  # half as much again as the longest
+    CAP = "cap"
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How durations go on beyond the longest seen: ``P(> t) = share * (t / from_s)**-alpha``."""
+
+    from_s: float
+    share: float
+    alpha: float
+
+    def survival(self, seconds: float) -> float:
+        """Share of passes longer than *seconds*, which is at least ``from_s``."""
+        return self.share * math.pow(seconds / self.from_s, -self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A section's limits.
+
+    Attributes:
+        soft_s: look, and act on evidence; never above ``hard_s``.
+        hard_s: act.
+        first_s: act, on the first pass after a start.
+        n: passes they rest on, by weight.
+        alpha: of the tail; NaN where there is none yet.
+        why: a sentence.
+    """
+
+    soft_s: float
+    hard_s: float
+    first_s: float
+    n: float
+    alpha: float
+    basis: Basis
+    why: str
+
+
+def limits_of(statistics: SectionStatistics, costs: Costs = Costs()) -> Limit:
+    """The limits of least expected loss for a section, from what was seen of it."""
+    durations, n = statistics.durations, statistics.n
+    first_s = _first_limit_s(statistics, costs)
+    if round(n) < MIN_EVENTS:  # events fade: two runs of 8 are a little less than 16
+        hard_s = max(costs.cap_s, _FIRST_MAXIMA * durations.max_s) if n else costs.cap_s
+        basis = Basis.TOO_FEW if n else Basis.NEVER_SEEN
+        seen = f"seen {n:.0f} times, {MIN_EVENTS} are needed" if n else "never seen after its first pass"
+        return Limit(hard_s, hard_s, max(first_s, hard_s), n, math.nan, basis, f"{seen}: the cap")
+    tail = tail_of(durations)
+    per_day = statistics.events_per_day
+    hard_s, basis = _hard_limit_s(durations, tail, per_day, costs)
+    soft_s = min(hard_s, max(_cheapest_s(tail, per_day, costs.look_s, costs.hangs_per_day), _least_s(durations)))
+    return Limit(soft_s, hard_s, max(first_s, hard_s), n, tail.alpha, basis, _WHY[basis])
+
+
+def tail_of(durations: Durations) -> Tail:
+    """Pareto's tail beyond the longest of *durations*, which must not be empty.
+
+    alpha is Hill's estimate from the ``1.5 * sqrt(n)`` longest, drawn towards 2 as 20 observations would.
+    """
+    n = durations.n
+    if not n > 0:
+        raise ValueError("no durations, no tail")
+    count = math.floor(1.5 * math.sqrt(n)) if n >= _HILL_FROM else 0
+    excess = count * durations.histogram.log_excess(count) + _ALPHA_OBSERVATIONS / _ALPHA
+    low, high = _ALPHA_RANGE
+    alpha = min(max((count + _ALPHA_OBSERVATIONS) / excess, low), high)
+    return Tail(max(durations.max_s, 1e-9), 1.0 / (n + 1.0), alpha)
+
+
+def _cheapest_s(tail: Tail, events_per_day: float, price_s: float, hangs_per_day: float) -> float:
+    """Where ``hangs_per_day * T + events_per_day * P(> T) * price_s`` is least, T at or beyond the tail's start."""
+    ratio = tail.alpha * events_per_day * price_s * tail.share / (hangs_per_day * tail.from_s)
+    return tail.from_s * float(max(1.0, ratio) ** (1.0 / (tail.alpha + 1.0)))
+
+
+def _least_s(durations: Durations) -> float:
+    return max(_MEDIANS * durations.median_s, _MAXIMA * durations.max_s)
+
+
+def _hard_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs: Costs) -> tuple[float, Basis]:
+    cost_s = _cheapest_s(tail, events_per_day, costs.restart_s, costs.hangs_per_day)
+    best_s, basis = (cost_s, Basis.COST) if cost_s < costs.cap_s else (costs.cap_s, Basis.CAP)
+    for least_s, why in (
+        (_MEDIANS * durations.median_s, Basis.MEDIAN),
+        (_MAXIMA * durations.max_s, Basis.MAXIMUM),
+    ):
+        if least_s > best_s:
+            best_s, basis = least_s, why
+    return best_s, basis
+
+
+def _first_limit_s(statistics: SectionStatistics, costs: Costs) -> float:
+    """Three times the longest first pass, never under the cap; by cost like any other once 16 starts were seen."""
+    first = statistics.first
+    if not first.n:
+        return costs.first_cap_s
+    seen_s = _FIRST_MAXIMA * first.max_s
+    if round(first.n) < MIN_EVENTS or not statistics.observed_s:
+        return max(seen_s, costs.first_cap_s)
+    per_day = _DAY_S * first.n / statistics.observed_s
+    cost_s = _cheapest_s(tail_of(first), per_day, costs.restart_s, costs.hangs_per_day)
+    return max(seen_s, min(cost_s, costs.first_cap_s))
+
+
+_WHY: Final = {
+    Basis.COST: "waiting for a hang and restarting in vain cost least together",
+    Basis.MEDIAN: "three times the median; cost alone would choose less",
+    Basis.MAXIMUM: "half as much again as the longest seen; cost alone would choose less",
+    Basis.CAP: "the cap; cost alone would choose more",
+}
