@@ -287,8 +287,11 @@ class _Scanner:
         self._put()
 
     def _put(self) -> None:
-        op = self._data[self._at]
+        data, at = self._data, self._at
+        op = data[at]
         if op == 0x71:
-            self._at += 2
-        elif m := op == 0x72 and _ONE_PUT.match(self._data, self._at):
-            self._at = m.end()
+            self._at = at + 2
+        elif op == 0x72:
+            if data[at + 3] > 0x0F or data[at + 4]:
+                raise _OtherShapeError
+            self._at = at + 5
