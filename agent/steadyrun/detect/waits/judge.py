@@ -11,7 +11,8 @@ from steadyrun.core.records import Finding
 from steadyrun.detect.grouping import name_ranks
 from steadyrun.detect.waits.graph import Graph, Stop, build_graph
 from steadyrun.detect.waits.records import FlightFinding, FlightJudgement, RankState, Wait, WaitReason
-from steadyrun.detect.waits.roots import Root, find_roots
+from steadyrun.detect.waits.root import Root
+from steadyrun.detect.waits.roots import find_roots
 from steadyrun.detect.waits.words import describe_root
 from steadyrun.detect.waits.world import World, read_world
 

@@ -4,46 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.flight import FlightDetails, FlightOp, OpState
-from steadyrun.detect.waits.divergence import SURE_MATCHES, Shift, find_shift, window_strays
+from steadyrun.detect.waits.divergence import SURE_MATCHES, find_shift, window_strays
 from steadyrun.detect.waits.graph import Graph, Stop, first_stop
+from steadyrun.detect.waits.order import disordered, hosts_behind
 from steadyrun.detect.waits.records import RankState, WaitReason
-from steadyrun.detect.waits.signature import Difference, differences, uneven_sums
+from steadyrun.detect.waits.root import Root
+from steadyrun.detect.waits.signature import Difference, differences, signature, uneven_sums
 from steadyrun.detect.waits.world import MAIN, Group, World
 
-__all__ = ["Root", "find_roots"]
+__all__ = ["find_roots"]
 
-MAX_SHIFT_GROUPS: Final = 8
+IN_FLIGHT: Final = FaultClass.IN_FLIGHT_NETWORK
+MAX_SHIFT_GROUPS: Final = 12
 MAX_WITNESSES: Final = 64
-
-
-@dataclass(slots=True, eq=False)
-class Root:
-    """One cause before it is put into words.
-
-    Attributes:
-        stop: the operation that tells most about it; None without any.
-        nodes: of the graph, for who waits behind it.
-        note: what it rests on, or what else it may be.
-        alternatives: confidence is low because of these.
-    """
-
-    cls: FaultClass
-    ranks: tuple[int, ...]
-    confidence: float
-    stop: Stop | None
-    nodes: tuple[int, ...]
-    is_hard: bool = True
-    difference: Difference | None = None
-    shift: Shift | None = None
-    ring: tuple[Stop, ...] = ()
-    window: tuple[Group, int] | None = None
-    note: str = ""
-    members: tuple[int, ...] = field(default=())
 
 
 def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
@@ -56,11 +34,14 @@ def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
     blamed = {r for s in shifts for r in s.ranks}
     roots += [m for m in mismatches if not _is_shifted(m, shifts)]
     told = {r for m in roots for r in (*m.ranks, *_sides(m))}
+    roots += [r for r in disordered(graph) if not told & set(r.members)]
+    told = {r for m in roots for r in (*m.ranks, *_sides(m))}
     roots += [r for r in rings if not told & set(r.members)]
     roots += [r for r in absent if not set(r.ranks) <= blamed and not _is_awaited_by(r, shifts)]
     differing = {m.stop for m in mismatches}
     roots += _device_stalls(graph)
     roots += [r for r in _arrived(graph) if r.stop not in differing]
+    roots += hosts_behind(graph, {r for root in roots for r in root.ranks if root.cls is not IN_FLIGHT})
     return _failures(graph, roots, details)
 
 
@@ -315,8 +296,6 @@ def _odd_by_habit(
 ) -> tuple[int, ...]:
     """Of two even sides the one whose call no rank of a group of the same kind makes, or that no longer calls at this
     place what it called there before; empty: nothing tells."""
-    from steadyrun.detect.waits.signature import signature
-
     sides = [ranks for ranks, _ in found.sides[:2]]
     seq = next(iter(ops.values())).seq
     peers: list[FlightOp] = []
@@ -554,11 +533,15 @@ def _shifts(
         suspects.setdefault(index, []).extend(found)
         windows[index] = min(found.values())
     for root in (*mismatches, *rings, *absent):
-        stops = root.ring or ((root.stop,) if root.stop is not None else ())
-        for stop in stops:
+        around = [graph.stop_at[n] for n in root.nodes if n in graph.stop_at] if root in rings else []
+        for stop in (*root.ring, *((root.stop,) if root.stop is not None else ()), *around):
             if stop.is_p2p or (root in absent and (not root.is_hard or root.cls is not FaultClass.HOST_STALL)):
                 continue
             suspects.setdefault(stop.group.index, []).extend((*root.ranks, *stop.waiters[:4], *stop.lacks))
+    for stop in graph.stops:
+        odd = _site_differs(stop)
+        if odd:
+            suspects.setdefault(stop.group.index, []).extend(odd)
     roots = []
     seen: set[tuple[int, ...]] = set()
     order = sorted(suspects, key=lambda g: (g not in windows, len(world.groups[g].members)))
@@ -580,6 +563,18 @@ def _shifts(
     return roots
 
 
+def _site_differs(stop: Stop) -> list[int]:
+    """Ranks that called it from another place than most."""
+    if stop.is_p2p or len(stop.calls) < 2 or stop.is_rooted:
+        return []
+    sites = Counter(c.op.site for c in stop.calls.values() if c.op.site)
+    if len(sites) < 2:
+        return []
+    usual = sites.most_common(1)[0][0]
+    odd = [r for r, c in stop.calls.items() if c.op.site and c.op.site != usual]
+    return odd if len(odd) <= 4 else []
+
+
 def _hints(graph: Graph, group: Group) -> dict[int, int]:
     """Per rank which shift its place in this group suggests: others wait there for it, or it waits for the others."""
     out: dict[int, int] = {}
@@ -587,7 +582,7 @@ def _hints(graph: Graph, group: Group) -> dict[int, int]:
         if stop.group is group and not stop.is_p2p and stop.waiters:
             out.update({r: 1 for r in stop.lacks if r not in stop.calls})
             if len(stop.waiters) < len(stop.lacks):
-                out.update({r: -1 for r in stop.waiters})
+                out.update(dict.fromkeys(stop.waiters, -1))
     return out
 
 

@@ -9,7 +9,7 @@ from steadyrun.core.flight import WINDOW, ranks_to_text
 from steadyrun.detect.grouping import name_ranks
 from steadyrun.detect.waits.graph import Graph, Stop
 from steadyrun.detect.waits.records import WaitReason
-from steadyrun.detect.waits.roots import Root
+from steadyrun.detect.waits.root import Root
 from steadyrun.detect.waits.signature import describe_op
 
 __all__ = ["describe_root", "describe_stop", "group_text"]
@@ -26,6 +26,8 @@ def describe_root(graph: Graph, root: Root, waiters: int) -> str:
         return _shifted(graph, root, who, has)
     if root.difference is not None:
         return _differing(graph, root, who)
+    if root.ring:
+        return _ring(graph, root, who, has)
     match root.cls:
         case FaultClass.DEADLOCK_CYCLE | FaultClass.P2P_UNMATCHED:
             return _ring(graph, root, who, has)
@@ -165,7 +167,21 @@ def _op_at(op: object) -> str:
     return describe_op(op) + (f" at {op.site}" if op.site else "")
 
 
+def _at(stop: Stop) -> str:
+    return f", at {stop.first.op.site}" if stop.first.op.site else ""
+
+
 def _ring(graph: Graph, root: Root, who: str, has: str) -> str:
+    if root.cls in (FaultClass.SKIPPED_COLLECTIVE, FaultClass.EXTRA_COLLECTIVE) and root.stop is not None:
+        what = describe_stop(graph, root.stop)
+        later = next(
+            (c for r in root.ranks for c in graph.world.open.get(r, ()) if c.group is not root.stop.group), None
+        )
+        site = f", called by the others at {root.stop.first.op.site}" if root.stop.first.op.site else ""
+        if root.cls is FaultClass.EXTRA_COLLECTIVE:
+            return f"{who} {has} called {what}, which the others in the same place have not{_at(root.stop)}"
+        stands = f" and stands in {later.op.name} at {later.op.site}" if later is not None and later.op.site else ""
+        return f"{who} {has} gone past {what}{site} without calling it{stands}"
     parts = []
     for stop in root.ring[:MAX_RING_SHOWN]:
         inside = [r for r in stop.waiters if r in root.members] or list(stop.waiters)
