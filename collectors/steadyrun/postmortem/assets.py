@@ -54,7 +54,7 @@ table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:t
 th,td{text-align:left;padding:.36rem .9rem .36rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{color:var(--dim);font-weight:500;white-space:nowrap}td.num,th.num{text-align:right}td.wide{overflow-wrap:anywhere;
 min-width:11rem}
-td.keep{white-space:nowrap}
+td[data-k=node],td[data-k=backend],td[data-k=since]{white-space:nowrap}
 tr.bad td:first-child{box-shadow:inset 3px 0 var(--bad);padding-left:.6rem}
 details{margin:.45rem 0}summary{cursor:pointer;padding:.15rem 0;overflow-wrap:anywhere}
 summary:focus-visible,a:focus-visible{outline:2px solid var(--info);outline-offset:2px;border-radius:3px}
@@ -112,10 +112,11 @@ border-radius:0}
 .times li{display:grid;grid-template-columns:7.6em 5.6em 9.5em minmax(0,1fr);gap:0 .8rem;padding:.22rem 0;
 border-bottom:1px solid var(--line);font-size:.9rem}
 .times time{font-variant-numeric:tabular-nums;color:var(--dim)}.times div{overflow-wrap:anywhere}
-.log{font:12.5px/1.5 var(--mono)}
+.times .all{grid-column:3/-1}.log{font:12.5px/1.5 var(--mono)}
 @media (max-width:740px){main{padding:1rem .9rem 3rem}h1,h1.long{font-size:1.18rem}.wide-only{display:none}
 .narrow{display:block}thead{display:none}tr{display:block;padding:.45rem 0;border-bottom:1px solid var(--line)}
-td{display:grid;grid-template-columns:6em minmax(0,1fr);padding:.08rem 0;border:0;overflow-wrap:anywhere}
+td{display:grid;grid-template-columns:6em minmax(0,1fr);padding:.08rem 0;border:0;overflow-wrap:anywhere;
+white-space:normal!important}
 td::before{content:attr(data-k);color:var(--dim)}td:empty{display:none}td>.chip{justify-self:start}
 tr.bad{box-shadow:inset 3px 0 var(--bad);padding-left:.6rem}
 tr.bad td:first-child{box-shadow:none;padding-left:0}

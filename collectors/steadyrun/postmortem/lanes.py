@@ -124,7 +124,8 @@ def _fold(report: Report, chain: Chain) -> list[tuple[str, list[_Member]]]:
     blamed = blamed_ranks(report)
     victims = set(report.victims)
     place_of = {rank: i for i, place in enumerate(chain.places) for rank in place.ranks}
-    known = sorted(set(by_rank) | set(blamed) | set(place_of))
+    unknown = set(report.flight.unknown) if report.flight is not None else set()
+    known = sorted(set(by_rank) | set(blamed) | set(place_of) | unknown)
     lanes: dict[tuple[object, ...], list[_Member]] = {}
     roles: dict[tuple[object, ...], str] = {}
     nearest: dict[tuple[object, ...], int] = {}  # to the root cause, of its places
@@ -304,7 +305,9 @@ def _axis(lanes: Sequence[Lane], end_s: float, is_taken: bool) -> Axis:
     end_s = max([end_s, *heads, *(t for t in ticks if t < end_s + 3600)])
     if not heads:
         left = min([*sections, *(t for t in ticks if t > end_s - _LONGEST_S)], default=end_s - 1.0)
-        return Axis(min(left, end_s - 0.001), end_s)
+        left = min(left, end_s - 0.001)
+        margin = (end_s - left) * 0.06
+        return Axis(left, end_s) if is_taken else Axis(left, end_s + 1.0, end_s + margin)
     first, last = min(heads), max(heads)
     left = _recent(first, last, [*ticks, *sections], max(0.02, (last - first) * 0.15))
     margin = (last - left) * 0.06

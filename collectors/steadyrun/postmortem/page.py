@@ -95,7 +95,8 @@ def _title(report: Report) -> str:
 def _head(report: Report) -> str:
     evidence = report.case.evidence
     main = report.findings[0] if report.findings else None
-    top = [f"<span>{escape(k)} <b>{escape(v)}</b></span>" for k, v in report.head if v not in report.case.title]
+    told = ("run", "incident") if report.case.title.startswith("incident ") else ()  # the title says both
+    top = [f"<span>{escape(k)} <b>{escape(v)}</b></span>" for k, v in report.head if k not in told]
     if not any(k in ("ranks", "world size") for k, _ in report.head):
         top.append(f"<span>ranks <b>{evidence.world_size}</b></span>")
     end = end_of(report)
@@ -230,7 +231,7 @@ def _waits_table(report: Report) -> str:
             escape(rank_words(w.waiters)),
             escape(op_words(w.op, [w.seq])),
             escape(w.desc or w.group),
-            f'<span class="code">{escape(w.site or "")}</span>',
+            _code(w.site or ""),
             clock_words(w.since_unix_s),
             escape(rank_words(w.on)) if w.on else "",
             REASON_WORDS[w.reason],
@@ -259,6 +260,10 @@ def _differences(report: Report) -> str:
         parts.append(f'<p class="lead">In the place of {place}. Whoever is to blame is marked.</p>')
         parts.append(_table(("ranks", "called"), rows, marks))
     return "".join(parts)
+
+
+def _code(text: str) -> str:
+    return f'<span class="code">{escape(text)}</span>' if text else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], marks: Sequence[str] = ()) -> str:
@@ -308,8 +313,8 @@ def _lanes(report: Report, chart: LaneChart) -> str:
         more += f'<p class="dim">{len(chart.lanes) - _LANES} lanes of {left_out} ranks are left out</p>'
     quiet = " After the last calls time has another scale (shaded)." if chart.axis.knee_s is not None else ""
     lead = (
-        '<p class="lead">Ranks that did the same share a lane. A bar begins where the operation was called and ends '
-        f"where the evidence was taken.{quiet}</p>"
+        '<p class="lead">Ranks that did the same share a lane. A bar begins where the operation was called and lasts '
+        f"to the end, since it was still open.{quiet}</p>"
     )
     return f'{lead}{_key(kinds, chart)}<div class="lanes">{axis}{first}{more}</div>'
 
@@ -575,9 +580,10 @@ def _moment_row(moment: Moment, ranks: tuple[int, ...]) -> str:
     if moment.until_unix_s is not None and moment.until_unix_s > moment.at_unix_s:
         lasted = f' <span class="dim">for {age_words(moment.until_unix_s - moment.at_unix_s)}</span>'
     chip = f'<span class="chip {_KIND_CHIPS.get(moment.kind, "")}">{escape(moment.kind)}</span>'
-    style = ' class="log"' if moment.kind == "log" else ""
+    whose = f"<span>{escape(who)}</span>" if who else ""
+    style = ' class="log"' if moment.kind == "log" else ' class="all"' if not who else ""
     return (
-        f"<li><time>{clock_words(moment.at_unix_s, 2)}</time><span>{chip}</span><span>{escape(who)}</span>"
+        f"<li><time>{clock_words(moment.at_unix_s, 2)}</time><span>{chip}</span>{whose}"
         f"<div{style}>{escape(moment.text[:_LOG_CHARS])}{lasted}</div></li>"
     )
 
@@ -616,20 +622,16 @@ def _ranks(report: Report) -> str:
                 escape(_section_words(members, evidence.now_s)),
                 escape(collective),
                 escape(state),
-                f'<span class="code">{escape(where)}</span>',
+                _code(where),
             )
         )
         marks.append("bad" if role == "culprit" else "")
     head_row = ("ranks", "node", "role", "step", "section", "collective", "state", "where")
-    keep = [
-        i
-        for i in range(len(head_row))
-        if i in (0, 2) or any(row[i] not in ("", '<span class="code"></span>') for row in rows)
-    ]
+    keep = [i for i in range(len(head_row)) if i in (0, 2) or any(row[i] for row in rows)]
     table = _table([head_row[i] for i in keep], [[row[i] for i in keep] for row in rows], marks)
     more = f'<p class="dim">and {len(folded) - _ROWS} more rows</p>' if len(folded) > _ROWS else ""
     absent = evidence.world_size - len(evidence.ranks)
-    silent = f'<p class="dim">Nothing is known of {absent} more ranks.</p>' if absent > 0 else ""
+    silent = f'<p class="dim">Nothing is known of {absent} more rank{"s" * (absent != 1)}.</p>' if absent > 0 else ""
     return f'<p class="lead">Ranks with equal rows are shown together.</p>{table}{more}{silent}'
 
 
@@ -743,7 +745,7 @@ def _inputs(inputs: Sequence[Input]) -> str:
 
 
 def _input_row(one: Input) -> tuple[str, ...]:
-    chip = {InputStatus.USED: "ok", InputStatus.REFUSED: "bad", InputStatus.UNREADABLE: "bad"}.get(one.status, "wait")
+    chip = {"used": "ok", "refused": "bad", "unreadable": "bad", "ignored": ""}.get(one.status.value, "wait")
     return (
         f'<span class="code">{escape(one.path)}</span>',
         "" if one.rank is None else str(one.rank),
