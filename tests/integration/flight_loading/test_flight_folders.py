@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flight_dumps import dump, entry, pending, torch_pickle
 
-from steadyrun.collectors.flight import readers
+from steadyrun.collectors.flight import bundle, readers
 from steadyrun.collectors.flight.bundle import Bundle, BundleReading
 from steadyrun.collectors.flight.folder import LoadedFlights, find_dumps, load_folder, rank_from_name
 from steadyrun.collectors.flight.readers import read_bundles
@@ -194,7 +194,7 @@ def test_processes_read_the_same_as_one(tmp_path: Path) -> None:
 
 READER = """
 import os, signal, time
-from steadyrun.collectors.flight import readers
+from steadyrun.collectors.flight import bundle, readers
 honest = readers.read_bundle
 def read_bundle(bundle, cache):
     name = bundle.files[0][0].name
@@ -223,6 +223,39 @@ def test_a_file_that_kills_or_holds_its_reader_costs_that_file_alone(
     assert "ended the reading process" in lost[3].detail
     assert "longer than 4 s" in lost[13].detail
     assert {file.status for file in lost.values()} == {"unreadable"}
+
+
+def test_without_reader_processes_all_is_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(20):
+        (tmp_path / f"fr_rank_{rank}").write_bytes(torch_pickle(dump([entry(1)])))
+    monkeypatch.setattr(readers, "_PROGRAM", "raise SystemExit(3)")
+    assert set(load_folder([tmp_path], workers=2).flights) == set(range(20))
+
+
+def test_a_fault_of_ours_costs_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = bundle.summarise
+
+    def failing(dumps: Any, rank: int, *others: Any) -> Any:
+        if rank == 1:
+            raise ZeroDivisionError("ours")
+        return honest(dumps, rank, *others)
+
+    monkeypatch.setattr(bundle, "summarise", failing)
+    for rank in range(3):
+        (tmp_path / f"fr_rank_{rank}").write_bytes(torch_pickle(dump([entry(1)])))
+    loaded = load_folder([tmp_path], workers=1)
+    assert set(loaded.flights) == {0, 2}
+    assert statuses(loaded)["fr_rank_1"] == "unreadable"
+
+
+def test_an_empty_dump_of_another_recorder_stays(tmp_path: Path) -> None:
+    nothing = dump([], pg_status={"0": {"last_enqueued_collective": 7, "last_completed_collective": 7}})
+    (tmp_path / "rank_0.flight.nccl.active.pickle").write_bytes(torch_pickle(nothing))
+    (tmp_path / "rank_0.flight.gloo.pickle").write_bytes(torch_pickle(dump([gloo(1)], comm_lib_version="")))
+    (tmp_path / "rank_0.flight.unknown").write_bytes(torch_pickle(dump([], comm_lib_version="")))
+    flight = load_folder([tmp_path]).flights[0]
+    assert flight.recorders == ("gloo", "nccl")
+    assert [s.enqueued for s in flight.status if s.enqueued == 7] == [7]
 
 
 def test_reading_works_from_another_folder_and_without_processes_left(

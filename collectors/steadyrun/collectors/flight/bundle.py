@@ -107,7 +107,11 @@ def read_bundle(bundle: Bundle, cache: SummaryCache) -> BundleReading:
     flights, chosen = [], []
     for rank, candidates in kept.items():
         sidecar = bundle.sidecar if bundle.sidecar and bundle.sidecar.rank == rank else None
-        flight = summarise([(c.dump, c.file) for c in candidates], rank, sidecar, cache)
+        try:
+            flight = summarise([(c.dump, c.file) for c in candidates], rank, sidecar, cache)
+        except Exception as e:  # a fault of ours, met by one rank's dumps: the others' count all the same
+            fates.update({c.path: LoadedFile(c.path, rank, "unreadable", f"{c.path}: {e!r}"[:500]) for c in candidates})
+            continue
         flights.append(flight)
         chosen.append((rank, tuple((c.path, c.file) for c in candidates)))
         for c in candidates:
@@ -131,8 +135,8 @@ def choose_dumps(
 
 
 def _same_recorder(fuller: _Candidate, other: _Candidate) -> bool:
-    """A dump without entries may be any recorder's: beside a fuller one it adds nothing."""
-    return not other.recorders or not other.dump.get("entries") or not fuller.recorders.isdisjoint(other.recorders)
+    """A dump that does not say whose it is holds no entries: beside a fuller one it adds nothing."""
+    return not other.recorders or not fuller.recorders.isdisjoint(other.recorders)
 
 
 def _fullness(dump: Dump, file: DumpFile | None) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ MAX_FILES: Final = 200_000
 MAX_DEPTH: Final = 8
 MAX_SIDECAR_BYTES: Final = 8 * 1024 * 1024
 _FEW_BYTES: Final = 4 * 1024 * 1024  # less is read faster than processes start
-_CACHED_RANKS: Final = 4
+_CACHED_OPS: Final = 40_000  # some 20 MB
 
 Progress = Callable[[int, int], None]
 
@@ -313,7 +313,7 @@ class DumpFolder:
         ops = self._read.get(key)
         if ops is None:
             ops = self._read[key] = self._load(rank, group)
-            while len(self._read) > _CACHED_RANKS:
+            while len(self._read) > 1 and sum(map(len, self._read.values())) > _CACHED_OPS:
                 self._read.popitem(last=False)
         return [op for op in ops if first_seq <= op.seq <= last_seq]
 

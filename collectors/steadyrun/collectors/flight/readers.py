@@ -24,7 +24,6 @@ from typing import IO, Any, Final
 
 from steadyrun.collectors.flight.bundle import Bundle, BundleReading, LoadedFile, read_bundle
 from steadyrun.collectors.flight.summarise import SummaryCache
-from steadyrun.core.errors import SteadyrunError
 
 __all__ = ["JOB_LIMIT_S", "read_bundles", "serve"]
 
@@ -51,7 +50,10 @@ def read_bundles(bundles: Sequence[Bundle], workers: int, on_done: Done, job_lim
         for index, bundle in enumerate(bundles):
             on_done(index, read_bundle(bundle, cache))
         return
-    _Readers(bundles, workers, on_done, job_limit_s).run()
+    left = _Readers(bundles, workers, on_done, job_limit_s).run()
+    cache = SummaryCache()
+    for index in left:
+        on_done(index, read_bundle(bundles[index], cache))
 
 
 # -- the side that asks ------------------------------------------------------------------------------------------------
@@ -78,9 +80,10 @@ class _Readers:
         self._children: list[_Child] = []
         self._selector = selectors.DefaultSelector()
 
-    def run(self) -> None:
+    def run(self) -> list[int]:
+        """All readings; what is left when no process can be had is for the caller."""
         try:
-            while self._left or any(child.chunk for child in self._children):
+            while self._wanted and (self._left or any(child.chunk for child in self._children)):
                 while self._left and len(self._children) < self._wanted:
                     self._start()
                 events = self._selector.select(timeout=1.0)
@@ -94,6 +97,7 @@ class _Readers:
             for child in list(self._children):
                 self._end(child)
             self._selector.close()
+        return list(self._left)
 
     def _start(self) -> None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -120,7 +124,7 @@ class _Readers:
             # The child reads a chunk as a whole before it writes anything: neither side waits for the other here.
             _write_all(child.input.fileno(), _HEAD.pack(_STARTED, len(data)) + data)
         except OSError:
-            self._give_up(child, "")
+            self._give_up(child, "reading it ended the reading process")
 
     def _receive(self, child: _Child) -> None:
         data = os.read(child.output, 1 << 18)
@@ -147,11 +151,8 @@ class _Readers:
         culprit, chunk = child.current, list(child.chunk)
         child.chunk.clear()
         self._end(child)
-        if culprit is None and why:
-            raise SteadyrunError(
-                f"cannot read dumps in processes of their own: the first did not start ({why}, exit code "
-                f"{child.process.returncode}); try with one worker"
-            )
+        if culprit is None:  # it did not get as far as reading anything
+            self._wanted -= 1
         self._left.extendleft(index for index in reversed(chunk) if index != culprit)
         if culprit is not None:
             bundle = self._bundles[culprit]
