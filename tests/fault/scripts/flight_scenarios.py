@@ -2,7 +2,8 @@
 
 Arguments: names of scenarios, attempt n plays the n-th; an attempt beyond them trains to its end. Each scenario begins
 after STEPS steps of training with one all_reduce of the default group each, so that its first collective there is
-number STEPS + 1. A line that a verdict should name as the place of the fault carries a comment ``# site: SCENARIO``.
+number STEPS + 1. A line that a verdict should name as the place of the fault carries a comment ``# site: SCENARIO``; of
+a process that cannot tell where it is, the place where the others wait for it is marked too.
 """
 
 import ctypes
@@ -219,14 +220,14 @@ def p2p_deadlock(rank, groups):
 def sigstop(rank, groups):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # site: sigstop
-    dist.all_reduce(ones(8))
+    dist.all_reduce(ones(8))  # site: sigstop
 
 
 @scenario()
 def sigkill(rank, groups):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)  # site: sigkill
-    dist.all_reduce(ones(8))
+    dist.all_reduce(ones(8))  # site: sigkill
     time.sleep(FOR_EVER_S)
 
 
