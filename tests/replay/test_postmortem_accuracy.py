@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from steadyrun.collectors.flight.folder import load_folder
 
+from steadyrun.collectors.flight.folder import load_folder
 from steadyrun.detect.waits import judge_flights
 from steadyrun.detect.waits.records import RankState
 from steadyrun.testing.flightsim import FaultKind, FlightSet, Named, Score, drawn_set, score
