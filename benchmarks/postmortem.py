@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -465,15 +466,18 @@ def main() -> None:
                 judged.append(result)
                 if not result.ours.is_exact or result.ours.blames_innocent:
                     faults = ", ".join(f"{f['kind']} {f['rank']}" for f in result.truth["faults"]) or "none"
-                    print(
-                        f"{result.row}, {result.world} ranks, seed {result.seed}: {faults}; said {result.findings[:3]}"
-                    )
+                    where = f"{result.row}, {result.world} ranks, seed {result.seed}"
+                    print(f"{where}: {faults}; said {result.findings[:3]}", flush=True)
         finally:
             if peer is not None:
                 peer.close()
         show_accuracy(judged)
-    spent = list(costs(raw, arguments.entries, with_peer, arguments))
-    spent += [summary_cost(world, arguments) for world in summaries]
+    spent: list[Cost] = []
+    for cost in itertools.chain(
+        costs(raw, arguments.entries, with_peer, arguments), (summary_cost(world, arguments) for world in summaries)
+    ):
+        spent.append(cost)
+        print(f"{cost.side}, {cost.ranks} ranks: {cost.cpu_s:.1f} s of CPU, {cost.wall_s:.1f} s", flush=True)
     if spent:
         print()
         show_costs(spent)
