@@ -36,7 +36,12 @@ VARYING = (
     "BE_WARM",
 )
 # steadyrun's own, stated in the README.
-OURS = ("STEADYRUN_RUN",)
+OURS = (
+    "STEADYRUN_RUN",
+    *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_ON_TIMEOUT"),
+    *("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+)
 
 
 def without(value: Any, names: tuple[str, ...], words: dict[str, str]) -> Any:

@@ -209,6 +209,10 @@ with open(os.environ["FACTS"] + os.environ["RANK"], "w") as f:
 DIFFER = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "MASTER_ADDR", "FACTS", "STEADYRUN_RUN"),
     *("PET_FT_RUN_DIR", "_"),
+    # The flight recorder's, which torchrun leaves alone: what they are is tested where they are made.
+    *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_ON_TIMEOUT"),
+    *("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
 )
 
 
