@@ -186,7 +186,7 @@ class Rule:
 
 
 def _by_window(score: Callable[[Logs], Scores]) -> Callable[[], Judge]:
-    """A rule that looks at each window by itself and speaks at its end; *score*: [WINDOW, jobs, ranks] to [jobs, ranks]."""
+    """A rule that speaks at the end of each window; *score* is given [WINDOW, jobs, ranks] and gives [jobs, ranks]."""
 
     def judge(logs: Logs) -> Scores:
         out = np.full(logs.shape, -np.inf, np.float32)
@@ -213,7 +213,8 @@ def _lower_median(logs: Logs) -> Logs:
 
 def _against_fastest(window: Logs) -> Scores:
     typical = np.exp(np.median(window, axis=0))
-    return typical / typical.min(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+    out: Scores = typical / typical.min(axis=-1, keepdims=True)
+    return out
 
 
 def _against_own_best() -> Callable[[Logs], Scores]:
@@ -222,14 +223,16 @@ def _against_own_best() -> Callable[[Logs], Scores]:
     def score(window: Logs) -> Scores:
         typical = np.exp(np.median(window, axis=0))
         best[:] = [np.minimum(best[0], typical) if best else typical]
-        return typical / best[0]  # type: ignore[no-any-return]
+        out: Scores = typical / best[0]
+        return out
 
     return score
 
 
 def _mean_against_fastest(window: Logs) -> Scores:
     mean = np.exp(window).mean(axis=0)
-    return mean / mean.min(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+    out: Scores = mean / mean.min(axis=-1, keepdims=True)
+    return out
 
 
 def _one_deviation(window: Logs) -> Scores:
@@ -243,24 +246,28 @@ def _tenth_off_median(window: Logs) -> Scores:
     mean = np.exp(window).mean(axis=0)
     center = _median_of_peers(mean)
     over = mean - center
-    return over / np.maximum(_median_of_peers(np.abs(over)), 0.1 * center)
+    out: Scores = over / np.maximum(_median_of_peers(np.abs(over)), 0.1 * center)
+    return out
 
 
 def _against_median(window: Logs) -> Scores:
     mean = np.exp(window).mean(axis=0)
-    return mean / _median_of_peers(mean)
+    out: Scores = mean / _median_of_peers(mean)
+    return out
 
 
 def _robust_z(window: Logs) -> Scores:
     typical = np.median(window, axis=0)
     over = typical - _median_of_peers(typical)
-    return over / np.maximum(1.4826 * _median_of_peers(np.abs(over)), 1e-5)
+    out: Scores = over / np.maximum(1.4826 * _median_of_peers(np.abs(over)), 1e-5)
+    return out
 
 
 def _deviations_over_median(window: Logs) -> Scores:
     mean = np.exp(window).mean(axis=0)
     over = mean - _median_of_peers(mean)
-    return over / np.maximum(_median_of_peers(np.abs(over)), 1e-6)
+    out: Scores = over / np.maximum(_median_of_peers(np.abs(over)), 1e-6)
+    return out
 
 
 def _lasting_z() -> Callable[[Logs], Scores]:
@@ -326,7 +333,8 @@ def _page_hinkley() -> Callable[[Scores], Scores]:
         mean[0] = mean[0] + (z - mean[0]) / steps[0]
         total[0] = total[0] + z - mean[0] - 0.25
         lowest[0] = np.minimum(lowest[0], total[0])
-        return total[0] - lowest[0]  # type: ignore[no-any-return]
+        out: Scores = total[0] - lowest[0]
+        return out
 
     return update
 
@@ -336,7 +344,8 @@ def _ewma() -> Callable[[Scores], Scores]:
 
     def update(z: Scores) -> Scores:
         mean[0] = 0.9 * mean[0] + 0.1 * z
-        return mean[0] / math.sqrt(0.1 / 1.9)  # type: ignore[no-any-return]
+        out: Scores = mean[0] / math.sqrt(0.1 / 1.9)
+        return out
 
     return update
 

@@ -29,11 +29,14 @@ NORMAL: Final = 1.4826  # standard deviation by median absolute deviation
 TRIMMED: Final = 1.28  # standard deviation by mean deviation, winsorised at two
 CAREFUL: Final = 1.1  # scales are taken larger by this: residuals have heavier tails than the normal
 WORTH: Final = 2 / 3  # of the effect looked for must be there on average
-CAP: Final = 2.0  # of the threshold: evidence beyond it would only delay the end of an alarm
+CAP: Final = 1.5  # of the threshold: evidence beyond it would only delay the end of an alarm
 CLIP: Final = 0.7  # of one residual, in the mean: a step of ten times its length is still one step
-SPIKE_AT_REST: Final = 2.0  # the most that one step adds where noise is large; 3 where it is small
+SPIKE_AT_REST: Final = 1.5  # what one step adds at most: this and the reference, where noise is large
+MOST: Final = 3.0  # and this where it is small
+EXTRA: Final = 0.1  # more of the least steps where noise is large: noise helps a burst over the threshold
 LEAST_LEAK: Final = 0.9  # of evidence per step without an effect: a fault in 10 of 30 steps still adds up
 STRONGEST: Final = 0.8  # autocorrelation that is believed
+PENDING: Final = 0.3  # of the threshold: somebody may be slow
 LEVEL: Final = 0.05  # weight of one step in the running level of a rank
 
 _STATE: Final = ("bias", "evidence", "excess", "steps", "first_step", "first_s", "level", "_signs")
@@ -50,11 +53,13 @@ def medians(rows: Floats, counts: NDArray[np.intp] | None) -> Floats:
         if width % 2:
             return np.partition(rows, middle, axis=1)[:, middle]
         parts = np.partition(rows, middle, axis=1)
-        return (parts[:, middle] + parts[:, middle + 1 :].min(axis=1)) / 2  # type: ignore[no-any-return]
+        out: Floats = (parts[:, middle] + parts[:, middle + 1 :].min(axis=1)) / 2
+        return out
     ordered = np.sort(rows, axis=1)  # NaN last
     at = np.arange(len(rows))
     low = ordered[at, np.maximum(counts - 1, 0) // 2]
-    return (low + ordered[at, np.minimum(counts // 2, width - 1)]) / 2  # type: ignore[no-any-return]
+    out = (low + ordered[at, np.minimum(counts // 2, width - 1)]) / 2
+    return out
 
 
 class Chart:
@@ -118,14 +123,22 @@ class Chart:
         self._log_scale: Floats = np.zeros(groups_shape)
         self._correlation: Floats = np.zeros(groups_shape)
         self._learned: list[Floats] = []
+        self._common_work = self._work_square = 0.0  # running mean products: work by time, work by work
         self.is_ready = False
         self.fed = 0
         self._own_bias = math.inf if is_alone else config.own_bias
 
     # -- a step --------------------------------------------------------------------------------------------------------
-    def feed(self, values: Floats, step: int, elapsed_s: float) -> None:
-        """Logarithms of all ranks, and NaN as one more element at the end; NaN where a rank has none."""
+    def feed(self, values: Floats, step: int, elapsed_s: float, work: Floats | None = None) -> None:
+        """Logarithms of all ranks, and NaN as one more element at the end; NaN where a rank has none.
+
+        Args:
+            work: logarithms of the work of each rank, of the same form. Times grow with it by a power that is learned,
+                as part of a step does not depend on it.
+        """
         logs = values[self.members]
+        if work is not None:
+            logs = logs - self._explained(logs, work[self.members])
         known = ~np.isnan(logs)
         counts = None
         if not known.all():
@@ -149,6 +162,21 @@ class Chart:
                 self._end_learning()
             return
         self._weigh(offset, known, counts, step, elapsed_s)
+
+    def _explained(self, logs: Floats, work: Floats) -> Floats:
+        """What *work* explains of *logs*."""
+        both = ~(np.isnan(logs) | np.isnan(work))
+        counts = both.sum(axis=1)
+        amount = work - medians(np.where(both, work, np.nan), counts)[:, None]
+        time = logs - medians(np.where(both, logs, np.nan), counts)[:, None]
+        if both.any():
+            limit = 4 * max(float(np.nanmean(np.abs(time[both]))), self.config.scale_floor)
+            amounts, times = amount[both], np.clip(time[both], -limit, limit)
+            self._common_work += self.config.forgetting * (float((amounts * times).mean()) - self._common_work)
+            self._work_square += self.config.forgetting * (float((amounts * amounts).mean()) - self._work_square)
+        power = min(1.0, max(0.0, self._common_work / self._work_square)) if self._work_square > 0 else 1.0
+        explained: Floats = power * work
+        return explained
 
     @property
     def _is_lone(self) -> bool:
@@ -182,9 +210,11 @@ class Chart:
     def _refresh(self) -> None:
         config = self.config
         self.reference = np.maximum(config.least_reference, config.effect / 2 / self.scale)
-        self.spike = np.clip(SPIKE_AT_REST + self.reference, None, 3.0)
+        self.spike = np.minimum(SPIKE_AT_REST + self.reference, MOST)
         self.leak = np.clip(3 - self.reference, LEAST_LEAK, 3.0)
-        self.height = np.maximum(self._heights(self.reference), self._least * (self.spike + 3.0) / 2)
+        self.height = np.maximum(
+            self._heights(self.reference), self._least * self.spike * (1 + EXTRA * (MOST - self.spike))
+        )
 
     def _weigh(
         self, offset: Floats, known: NDArray[np.bool_], counts: NDArray[np.intp] | None, step: int, elapsed_s: float
@@ -230,7 +260,7 @@ class Chart:
             limited = np.minimum(sizes, 2 * self.scale)
             mean = np.nanmean(limited, axis=1, keepdims=True) if counts is None else _means(limited, known)
             now = np.maximum(CAREFUL * TRIMMED * mean, config.scale_floor)
-            pending = (self.evidence > 0.3 * self.height).any(axis=1, keepdims=True)
+            pending = np.any(self.evidence > PENDING * self.height, axis=1, keepdims=True)
             if counts is not None:
                 pending |= counts[:, None] == 0
             mixed = np.log((1 - forgetting) * np.exp(self._log_scale) + forgetting * now)
@@ -266,7 +296,8 @@ class Chart:
     def state(self) -> dict[str, Any]:
         """Plain lists and numbers; unfinished learning is not kept."""
         arrays = {name: getattr(self, name).tolist() for name in (*_STATE, *_GROUP_STATE, "_anchor")}
-        return {"fed": self.fed, "is_ready": self.is_ready, "members": self.members.tolist(), **arrays}
+        work = {"common_work": self._common_work, "work_square": self._work_square}
+        return {"fed": self.fed, "is_ready": self.is_ready, "members": self.members.tolist(), **work, **arrays}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """What ``state`` gave.
@@ -281,11 +312,12 @@ class Chart:
         for name in (*_STATE, *_GROUP_STATE, "_anchor"):
             current = getattr(self, name)
             setattr(self, name, np.array(state[name], dtype=current.dtype).reshape(current.shape))
+        self._common_work, self._work_square = float(state["common_work"]), float(state["work_square"])
         self.fed = int(state["fed"])
         self.is_ready = True
 
 
 def _means(rows: Floats, known: NDArray[np.bool_]) -> Floats:
     counts = known.sum(axis=1, keepdims=True)
-    return np.where(known, rows, 0.0).sum(axis=1, keepdims=True) / np.maximum(counts, 1)  # type: ignore[no-any-return]
-
+    out: Floats = np.where(known, rows, 0.0).sum(axis=1, keepdims=True) / np.maximum(counts, 1)
+    return out

@@ -45,7 +45,11 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """Further times of one step, each [ranks] in seconds or None; NaN where a rank did not say."""
+    """Further times of one step, each [ranks] in seconds or None; NaN where a rank did not say.
+
+    ``group_wait_s`` is the time waited in collectives between parallel groups (the reduction of gradients between
+    pipeline replicas, say) rather than within them.
+    """
 
     wall_s: Floats | None = None
     forward_s: Floats | None = None
@@ -54,6 +58,7 @@ class StepDetails:
     data_s: Floats | None = None
     cpu_s: Floats | None = None
     wait_s: Floats | None = None
+    group_wait_s: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)

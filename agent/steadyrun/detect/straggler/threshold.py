@@ -45,4 +45,5 @@ class ThresholdTable:
 
     def __call__(self, references: Floats) -> Floats:
         """Heights of *references*; outside 0.05 to 10 that of the nearest end."""
-        return np.interp(np.log(references), self._logs, self._heights)
+        out: Floats = np.interp(np.log(references), self._logs, self._heights)
+        return out
