@@ -178,9 +178,9 @@ def activity_of(frames: Sequence[Frame], script: str = "") -> Activity:
             best = Activity(doing, _op(frame), frame)
     if best is not None:
         return best
-    for frame in frames:  # user code called by the data loader or by a checkpoint save
+    for frame in frames:  # user code called by the data loader, by a checkpoint save or by a collective (a backend)
         doing = _doing(frame)
-        if doing in (Doing.INPUT, Doing.STORAGE):
+        if doing in (Doing.INPUT, Doing.STORAGE, Doing.COLLECTIVE):
             return Activity(doing, _op(frame), frame)
     return Activity(Doing.OWN_WORK)
 

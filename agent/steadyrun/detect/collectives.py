@@ -6,6 +6,7 @@ both name the same rank, the kind of stall is the stacks' and the operation the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -36,14 +37,18 @@ GUESSED_FROM_PLACES: Final = frozenset(
     {FaultClass.SKIPPED_COLLECTIVE, FaultClass.EXTRA_COLLECTIVE, FaultClass.IN_FLIGHT_NETWORK}
 )
 SURE: Final = 0.97
+_DOUBT: Final = re.compile(r" \(gloo does not record [^)]*\)")
 
 
-def joined(stacks: Sequence[Finding], flight: FlightJudgement | None) -> list[Finding]:
+def joined(
+    stacks: Sequence[Finding], flight: FlightJudgement | None, in_collectives: Mapping[int, str] | None = None
+) -> list[Finding]:
     """The findings of both, each root cause once.
 
     Args:
         stacks: from stacks, states and suspicions.
         flight: from flight records; None where there are none.
+        in_collectives: ranks whose stacks stand in a collective, and in which.
     """
     told = [f for f in flight.findings if f.finding.cls not in NOTHING_SAID] if flight is not None else []
     if flight is None or not told:
@@ -53,7 +58,10 @@ def joined(stacks: Sequence[Finding], flight: FlightJudgement | None) -> list[Fi
     for found in told:
         same = [i for i, s in enumerate(stacks) if set(s.ranks) & set(found.finding.ranks)]
         used.update(same)
-        out.append(_one(found, [stacks[i] for i in same]))
+        merged = _one(found, [stacks[i] for i in same])
+        if not same:
+            merged = _unrecorded(found, merged, in_collectives or {})
+        out.append(merged)
     explained = set(flight.victims) | set(flight.blocked)
     for i, finding in enumerate(stacks):
         if i in used or finding.cls in GUESSED_FROM_PLACES or finding.cls in NOTHING_SAID:
@@ -62,7 +70,39 @@ def joined(stacks: Sequence[Finding], flight: FlightJudgement | None) -> list[Fi
             continue
         weight = 1.0 if _is_hard(finding) else 0.6
         out.append(replace(finding, confidence=round(finding.confidence * weight, 2)))
-    return out
+    return _few_against_many(out)
+
+
+def _few_against_many(findings: Sequence[Finding]) -> list[Finding]:
+    """Few wait in a call that many, all at one place of their own, do not make: the few have made one too many.
+
+    A stall with a cause of its own (data, storage) stays what it is.
+    """
+    extra = next((f for f in findings if f.cls is FaultClass.EXTRA_COLLECTIVE), None)
+    stall = next((f for f in findings if f.cls is FaultClass.HOST_STALL), None)
+    if extra is None or stall is None or len(stall.ranks) <= len(extra.ranks) or set(stall.ranks) & set(extra.ranks):
+        return list(findings)
+    out = [f for f in findings if f is not extra and f is not stall]
+    sure = replace(extra, confidence=max(extra.confidence, 0.7))
+    return [sure, *out, replace(stall, confidence=min(stall.confidence, 0.4))]
+
+
+def _unrecorded(found: FlightFinding, finding: Finding, in_collectives: Mapping[int, str]) -> Finding:
+    """A rank that has called nothing by the recorders, while its stack stands in a collective, waits as the others do.
+
+    Its group's backend records nothing. Who waits for it waits in a ring then.
+    """
+    if finding.cls is not FaultClass.HOST_STALL or not finding.ranks or not set(finding.ranks) <= set(in_collectives):
+        return finding
+    where = ", ".join(dict.fromkeys(in_collectives[r] for r in finding.ranks))
+    ring = tuple(sorted({*finding.ranks, *(r for r in in_collectives if r not in finding.ranks)}))
+    return replace(
+        finding,
+        cls=FaultClass.DEADLOCK_CYCLE,
+        ranks=ring,
+        confidence=min(finding.confidence, 0.6),
+        summary=f"{finding.summary}; {name_ranks(finding.ranks)} stands in {where}, which no recorder sees",
+    )
 
 
 def _one(found: FlightFinding, same: Sequence[Finding]) -> Finding:
@@ -96,8 +136,9 @@ def _one(found: FlightFinding, same: Sequence[Finding]) -> Finding:
 
 
 def _told_together(stall: Finding, finding: Finding) -> str:
+    """The stall's own words, and the operation's; a doubt that the stack has settled is left out."""
     own = stall.summary.rpartition("; ")[2] if "; " in stall.summary else stall.summary
-    return f"{own}; {finding.summary}"
+    return f"{own}; {_DOUBT.sub('', finding.summary)}"
 
 
 def _placed(finding: Finding, same: Sequence[Finding]) -> Finding:

@@ -32,6 +32,8 @@ IDLE_CPU_SHARE: Final = 0.3
 MAX_MISSING: Final = 40
 TEARDOWN: Final = "teardown"  # the section that the in-rank side opens when the script has ended
 LAST_WORDS_LINES: Final = 12
+RECEIVING: Final = frozenset({"recv", "irecv", "recv_object_list"})
+SENDING: Final = frozenset({"send", "isend", "send_object_list"})
 
 _OWN_CONNECTION_ERRORS: Final = (
     "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError",
@@ -178,7 +180,7 @@ def judge(
     findings = (
         _by_trigger(court)
         or with_operation(_explained_deaths(court), flight)
-        or [_known_of(court, f) for f in joined(_hang(court), flight)]
+        or [_known_of(court, f) for f in joined(_hang(court), flight, _in_collectives(court))]
         or _last_resort(court, flight)
     )
     ordered = sorted(findings, key=lambda f: (-f.confidence, f.since_unix_s or float("inf"), f.ranks))
@@ -193,6 +195,15 @@ def judge(
         sentence=places_sentence(groups, evidence.world_size),
         flight=flight,
     )
+
+
+def _in_collectives(court: _Court) -> dict[int, str]:
+    """What the stacks of ranks that stand in a collective call it, and where it was called."""
+    return {
+        c.rank: f"{c.place.activity.op} at {c.place.site}"
+        for c in court.cases
+        if c.life is _Life.ALIVE and c.doing is Doing.COLLECTIVE
+    }
 
 
 def _flight(court: _Court, details: FlightDetails | None) -> FlightJudgement | None:
@@ -225,7 +236,8 @@ def _known_of(court: _Court, finding: Finding) -> Finding:
         nodes=finding.nodes or tuple(dict.fromkeys(c.evidence.node for c in cases if c.evidence.node)),
         gpus=finding.gpus or tuple(dict.fromkeys(c.evidence.gpu for c in cases if c.evidence.gpu)),
         section=finding.section or cases[0].place.section,
-        callsite=finding.callsite or cases[0].place.site,
+        # recorders add the function; a verdict's places are all written as those from stacks
+        callsite=finding.callsite.partition(" in ")[0] if finding.callsite else cases[0].place.site,
         evidence=finding.evidence or tuple(dict.fromkeys(f for c in cases for f in c.evidence.files)),
     )
 
@@ -684,6 +696,13 @@ def _all_wait(court: _Court, waiting: list[_Case]) -> list[Finding]:
     if absent:
         text = f"{where}; {name_ranks(absent)} could not be asked"
         return [Finding(FaultClass.HOST_STALL, absent, text, 0.4, op=waiting[0].place.activity.op or None)]
+    ops = {c.place.activity.op for c in waiting}
+    for sided, other in ((RECEIVING, "sends"), (SENDING, "receives")):
+        if ops and ops <= sided:
+            sites = ", ".join(dict.fromkeys(c.place.site or "?" for c in waiting))
+            text = f"{where}; nobody {other} ({sites})"
+            op, site = waiting[0].place.activity.op, waiting[0].place.site
+            return [_finding(court, FaultClass.P2P_UNMATCHED, waiting, text, 0.75, site, op=op)]
     by_site: dict[tuple[str | None, str], list[_Case]] = {}
     for case in waiting:
         by_site.setdefault((case.place.site, case.place.activity.op), []).append(case)
