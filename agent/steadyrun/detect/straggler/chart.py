@@ -30,7 +30,7 @@ TRIMMED: Final = 1.28  # standard deviation by mean deviation, winsorised at two
 CAREFUL: Final = 1.1  # scales are taken larger by this: residuals have heavier tails than the normal
 WORTH: Final = 2 / 3  # of the effect looked for must be there on average
 CAP: Final = 1.5  # of the threshold: evidence beyond it would only delay the end of an alarm
-CLIP: Final = 0.7  # of one residual, in the mean: a step of ten times its length is still one step
+CLIP: Final = 1.5  # of one residual, in the mean: a step of fifty times its length is still one step
 SPIKE_AT_REST: Final = 1.5  # what one step adds at most: this and the reference, where noise is large
 MOST: Final = 3.0  # and this where it is small
 EXTRA: Final = 0.1  # more of the least steps where noise is large: noise helps a burst over the threshold
@@ -58,8 +58,8 @@ def medians(rows: Floats, counts: NDArray[np.intp] | None) -> Floats:
     ordered = np.sort(rows, axis=1)  # NaN last
     at = np.arange(len(rows))
     low = ordered[at, np.maximum(counts - 1, 0) // 2]
-    out = (low + ordered[at, np.minimum(counts // 2, width - 1)]) / 2
-    return out
+    middles: Floats = (low + ordered[at, np.minimum(counts // 2, width - 1)]) / 2
+    return middles
 
 
 class Chart:
@@ -187,11 +187,11 @@ class Chart:
         config = self.config
         seen = np.stack(self._learned)
         self._learned = []
-        has_any = ~np.isnan(seen).all(axis=0)
+        has_any: NDArray[np.bool_] = np.asarray(~np.isnan(seen).all(axis=0))
         seen = np.where(has_any, seen, 0.0)
         middle = np.nanmedian(seen, axis=0)
         spread = np.where(has_any, np.nanmedian(np.abs(seen - middle), axis=0), np.nan)
-        spread = np.where(has_any.any(axis=1, keepdims=True), spread, 0.0)
+        spread = np.where(np.any(has_any, axis=1)[:, None], spread, 0.0)
         typical = CAREFUL * NORMAL * np.nanmedian(spread, axis=1, keepdims=True)
         scale = np.maximum(typical, config.scale_floor)
         if self.is_alone:
@@ -260,7 +260,7 @@ class Chart:
             limited = np.minimum(sizes, 2 * self.scale)
             mean = np.nanmean(limited, axis=1, keepdims=True) if counts is None else _means(limited, known)
             now = np.maximum(CAREFUL * TRIMMED * mean, config.scale_floor)
-            pending = np.any(self.evidence > PENDING * self.height, axis=1, keepdims=True)
+            pending: NDArray[np.bool_] = np.max(self.evidence / self.height, axis=1, keepdims=True) > PENDING
             if counts is not None:
                 pending |= counts[:, None] == 0
             mixed = np.log((1 - forgetting) * np.exp(self._log_scale) + forgetting * now)

@@ -20,6 +20,8 @@ class StragglerConfig:
 
     Attributes:
         least_slowdown: the effect looked for; a rank slower by much less is never named, however certain it is.
+        least_group_slowdown: the same for a parallel group that the others wait for. Much larger: in a healthy public
+            trace the replica that also writes the log is waited for by 5 % of the step.
         own_bias: largest difference between healthy ranks that is taken as a rank's own nature, as a share.
         bias_spread: how much healthy ranks differ by experience (standard deviation); weighs what was learned.
         false_alarm_steps: rank-steps between false alarms that noise alone may cause.
@@ -34,10 +36,12 @@ class StragglerConfig:
         few_peers: below this many comparable ranks, scales are estimated with more care.
         noisy_scale: above this scale the data differ more than machines do: a data imbalance.
         stage_imbalance: medians of roles that differ by this share, for long, are a stage imbalance.
+        imbalance_steps: steps for which data must differ before it is said; four times that for stages.
         node_share: share of a node's ranks that makes it the node's fault.
     """
 
     least_slowdown: float = 0.03
+    least_group_slowdown: float = 0.2
     own_bias: float = 0.03
     bias_spread: float = 0.01
     false_alarm_steps: float = 1e7
@@ -52,20 +56,26 @@ class StragglerConfig:
     few_peers: int = 16
     noisy_scale: float = 0.05
     stage_imbalance: float = 0.10
+    imbalance_steps: int = 50
     node_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("least_slowdown", "bias_spread", "least_reference", "scale_floor", "noisy_scale"):
+        for name in (
+            "least_slowdown",
+            "least_group_slowdown",
+            "bias_spread",
+            "least_reference",
+            "scale_floor",
+            "noisy_scale",
+        ):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} must be above 0 and below 1, got {getattr(self, name)}")
         for name in ("own_bias", "forgetting", "bias_step", "node_share", "stage_imbalance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if self.least_steps < 1 or self.learn_steps < 3 or self.warm_steps < 0:
-            raise ValueError(
-                "least_steps must be 1 or more, learn_steps 3 or more, warm_steps 0 or more, "
-                f"got {self.least_steps}, {self.learn_steps}, {self.warm_steps}"
-            )
+        for name, least in (("least_steps", 1), ("learn_steps", 3), ("warm_steps", 0), ("imbalance_steps", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if self.false_alarm_steps < 100:
             raise ValueError(f"false_alarm_steps must be 100 or more, got {self.false_alarm_steps}")
         if self.least_s < 0:

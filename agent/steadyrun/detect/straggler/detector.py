@@ -24,7 +24,7 @@ HOLD_STEPS: Final = 5  # an alarm waits this long for its node's other ranks, wh
 ABOUT_TO: Final = 0.5  # of the threshold
 BURST: Final = math.log(1.1)  # and four scales: a step that counts as a burst
 BURST_SCALES: Final = 4.0
-LASTING: Final = 50  # steps for which an imbalance of data must have been there, and four times that one of stages
+LONGER: Final = 4  # times as many steps as for data must stages have been out of balance
 PROBES_KEPT: Final = 16
 PROBES_WARM, PROBES_LEARN, PROBES_LEAST = 1, 6, 4
 PEERS_EXPLAINED: Final = 64  # peers that phases are compared with; more say nothing more
@@ -94,13 +94,13 @@ class Detector:
             self._ranks_of.setdefault(node, []).append(rank)
         self._groups = {name: np.array(ranks, dtype=np.intp) for name, ranks in (groups or {}).items()}
         self._group_names = list(self._groups)
-        self._group_chart = Chart(config, [range(len(self._groups))]) if len(self._groups) > 1 else None
+        for_groups = replace(config, least_slowdown=config.least_group_slowdown)
+        self._group_chart = Chart(for_groups, [range(len(self._groups))]) if len(self._groups) > 1 else None
         self._history = History(world_size)
         self._open: dict[tuple[Any, ...], _Open] = {}
         self._closed: list[Alarm] = []
         self._due: dict[int, int] = {}  # rank -> step at which its alarm was due
-        self._imbalances: dict[tuple[AlarmKind, str], int] = {}  # steps for which it has been there
-        self._reported: set[tuple[AlarmKind, str]] = set()
+        self._imbalances: dict[tuple[AlarmKind, str], tuple[int, int]] = {}  # steps it has been there, and its first
         self._role_level: Floats | None = None
         self._bursts = np.zeros(world_size, np.int64)
         self._burst_lost_s = np.zeros(world_size)
@@ -186,7 +186,7 @@ class Detector:
             self._feed_groups(step, details.wall_s, details.group_wait_s)
         self._count_bursts(step_s)
         alarms = self._new_alarms(step)
-        alarms += self._imbalance_alarms(step, work is not None)
+        alarms += self._imbalance_alarms(step)
         self._follow(step, step_s)
         return alarms
 
@@ -393,13 +393,14 @@ class Detector:
                 z=residual / float(chart.scale[0, 0]) * math.sqrt(float(chart.steps[0, index])),
                 group=name,
                 peers=len(self._groups) - 1,
+                is_actionable=False,  # which of its ranks or links, nobody knows
             )
             self._open[key] = _Open(alarm, chart, 0, index)
             out.append(alarm)
         return out
 
     # -- imbalances ----------------------------------------------------------------------------------------------------
-    def _imbalance_alarms(self, step: int, has_work: bool) -> list[Alarm]:
+    def _imbalance_alarms(self, step: int) -> list[Alarm]:
         out = []
         for chart in self._charts:
             if not chart.is_ready or chart.is_alone:
@@ -407,27 +408,26 @@ class Detector:
             for row in np.nonzero(chart.scale[:, 0] > self.config.noisy_scale)[0].tolist():
                 members = [int(r) for r in chart.members[row] if r >= 0]
                 name = self._names[members[0]]
-                if self._has_lasted((AlarmKind.DATA_IMBALANCE, name), LASTING):
-                    out.append(self._data_alarm(step, chart, row, members, has_work))
+                first = self._has_lasted(AlarmKind.DATA_IMBALANCE, name, step, self.config.imbalance_steps)
+                if first is not None:
+                    out.append(self._data_alarm(step, first, chart, row, members))
         out += self._stage_alarms(step)
         return out
 
-    def _has_lasted(self, key: tuple[AlarmKind, str], steps: int) -> bool:
-        """Counts one more step; True once, at *steps*."""
-        self._imbalances[key] = self._imbalances.get(key, 0) + 1
-        if self._imbalances[key] < steps or key in self._reported:
-            return False
-        self._reported.add(key)
-        return True
+    def _has_lasted(self, kind: AlarmKind, role: str, step: int, steps: int) -> int | None:
+        """Counts one more step; the first of them once, when there have been *steps*."""
+        count, first = self._imbalances.get((kind, role), (0, step))
+        self._imbalances[kind, role] = (count + 1, first)
+        return first if count + 1 == steps else None
 
-    def _data_alarm(self, step: int, chart: Chart, row: int, members: Sequence[int], has_work: bool) -> Alarm:
+    def _data_alarm(self, step: int, first_step: int, chart: Chart, row: int, members: Sequence[int]) -> Alarm:
         busy, cpu = self._history.scatters(members)
         starved = not self._is_device and cpu < busy / 2  # False for NaN
         return Alarm(
             kind=AlarmKind.DATA_IMBALANCE,
             ranks=tuple(members),
             step=step,
-            first_step=step - LASTING + 1,
+            first_step=first_step,
             slowdown=math.expm1(float(chart.scale[row, 0])),
             role=self._names[members[0]],
             peers=len(members) - 1,
@@ -451,13 +451,14 @@ class Detector:
             chart, row = rows[index]
             members = [int(r) for r in chart.members[row] if r >= 0]
             name = self._names[members[0]]
-            if not self._has_lasted((AlarmKind.STAGE_IMBALANCE, name), 4 * LASTING):
+            first = self._has_lasted(AlarmKind.STAGE_IMBALANCE, name, step, LONGER * self.config.imbalance_steps)
+            if first is None:
                 continue
             alarm = Alarm(
                 kind=AlarmKind.STAGE_IMBALANCE,
                 ranks=tuple(members),
                 step=step,
-                first_step=step - 4 * LASTING + 1,
+                first_step=first,
                 slowdown=float(times[index]) / mean - 1,
                 impact=(float(times[index]) - mean) / most,
                 role=name,
