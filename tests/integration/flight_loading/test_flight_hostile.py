@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from steadyrun.collectors.flight.salvage import MAX_ENTRIES
 from steadyrun.collectors.flight.shape import is_plain_dump
 from steadyrun.collectors.flight.unpickle import DumpError, load_dump
 
@@ -73,3 +74,9 @@ def test_hostile_pickles_end_soon_and_small(name: str) -> None:
 def test_the_scanner_refuses_what_would_hurt_the_unpickler() -> None:
     harmless = {"a mapping in itself"}
     assert [name for name, data in HOSTILE.items() if is_plain_dump(data) and name not in harmless] == []
+
+
+def test_of_millions_of_entries_the_newest_are_kept() -> None:
+    loaded = load_dump(b'{"entries": [' + b"1," * 3_000_000 + b'{"record_id": 7}]}')
+    assert len(loaded["entries"]) == MAX_ENTRIES
+    assert loaded["entries"][-1] == {"record_id": 7}

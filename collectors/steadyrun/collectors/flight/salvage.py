@@ -15,6 +15,7 @@ from typing import Any, Final
 
 __all__ = [
     "MAX_CONTAINERS",
+    "MAX_ENTRIES",
     "MAX_STRUCTURE_BYTES",
     "ForbiddenPickleError",
     "Replay",
@@ -25,7 +26,9 @@ __all__ = [
 
 # 60 times what the usual 2,000 entries have: 16,000 containers and 250 KB of opcodes.
 MAX_CONTAINERS: Final = 1_000_000
-MAX_STRUCTURE_BYTES: Final = 16 * 1024 * 1024
+MAX_STRUCTURE_BYTES: Final = 16 * 1024 * 1024  # all but texts
+MAX_ENTRIES: Final = 200_000
+_MAX_OPCODES: Final = 8_000_000
 _MAX_DEPTH: Final = 64
 
 _FORBIDDEN: Final = {
@@ -102,7 +105,7 @@ class _Machine:
         """Interpret until STOP. IndexError or struct.error: the data ended."""
         data, memo = self._data, self._memo
         position = 0
-        budget = MAX_STRUCTURE_BYTES
+        budget = _MAX_OPCODES
         stack = self._stack
         while True:
             self.position = position
@@ -110,7 +113,7 @@ class _Machine:
             position += 1
             budget -= 1
             if budget < 0:
-                raise TooMuchError(f"more than {MAX_STRUCTURE_BYTES} values")
+                raise TooMuchError(f"more than {_MAX_OPCODES} values")
             if op == 0x68:  # h BINGET
                 stack.append(self._got(data[position]))
                 position += 1

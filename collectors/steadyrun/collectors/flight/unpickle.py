@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 
 from steadyrun.collectors.flight.salvage import (
     MAX_CONTAINERS,
+    MAX_ENTRIES,
     ForbiddenPickleError,
     Replay,
     TooMuchError,
@@ -114,6 +115,9 @@ def _checked(replay: Replay, name: str, *, is_json: bool) -> Dump:
         if replay.stop:
             raise DumpError("unreadable", f"{name}: {replay.stop}, before anything of use")
         raise DumpError("ignored", f"{name}: not a flight recorder's dump (no entries, no groups)")
+    entries = value.get("entries")
+    if isinstance(entries, list) and len(entries) > MAX_ENTRIES:
+        del entries[:-MAX_ENTRIES]  # as a smaller ring would have dropped them
     return Dump(value, stop=replay.stop, is_json=is_json)
 
 
