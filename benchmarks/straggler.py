@@ -187,7 +187,7 @@ def false_alarms(arguments: argparse.Namespace, results: dict[str, Any]) -> dict
     windows = effort_of(arguments, 20_000, 1_000_000, 12_000_000)
     others = effort_of(arguments, 20_000, 200_000, 2_000_000)
     print(
-        f"\nfalse alarms per rank-window as shipped, 64 ranks: {windows:.0e} windows of ours, {others:.0e} of the others"
+        f"\nfalse alarms per rank-window as shipped, 64 ranks; windows: {windows:.0e} of ours, {others:.0e} of others"
     )
     rules = chosen_rules(arguments)
     table: dict[str, dict[str, Quiet]] = {}

@@ -172,7 +172,7 @@ class Detector:
         step_s = self._step_s(busy, usable, details)
         self.elapsed_s += step_s
         self._history.push(step, busy, details)
-        values = np.append(logs, np.nan)
+        values = np.concatenate([logs, [np.nan]])
         amount = None
         if work is not None:
             amount = np.full(self.world_size + 1, np.nan)
@@ -226,9 +226,7 @@ class Detector:
             if not chart.is_ready:
                 continue
             high = chart.residual > np.maximum(BURST, BURST_SCALES * chart.scale)
-            if not high.any():
-                if self._was_burst.any():
-                    self._was_burst[chart.members[chart.members >= 0]] = False
+            if not high.any() and not self._was_burst.any():
                 continue
             at = chart.members >= 0
             ranks, now, over = chart.members[at], high[at], chart.residual[at]
