@@ -6,26 +6,44 @@ The loss is least at ``u * (alpha * events_per_day * restart_s / ((n + 1) * hang
 which falls by itself as n grows, and with a cheaper restart. A multiple of the longest duration does neither: the
 passes that cause false alarms, one in thousands, are not among the first hundred.
 
-The soft limit is the same with the price of a look at the ranks in place of a restart: evidence is collected there, and
-only evidence of a hang allows to act. At the hard limit time alone does.
+The soft limit has the price of a look at the ranks in place of a restart: evidence is collected there, and only
+evidence of a hang allows to act. It may lie below durations that were seen, where a count of them takes the tail's
+place. At the hard limit time alone acts, so it lies beyond all that was seen; it has to wait only for those hangs that
+evidence does not show.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 from steadyrun.detect.calibrate.statistics import Durations, SectionStatistics
 
-__all__ = ["MIN_EVENTS", "Basis", "Costs", "Limit", "Tail", "limits_of", "tail_of"]
+__all__ = [
+    "MIN_EVENTS",
+    "MIN_UNMARKED_EVENTS",
+    "Basis",
+    "Costs",
+    "Limit",
+    "Tail",
+    "limits_of",
+    "share_above",
+    "tail_of",
+]
 
 MIN_EVENTS: Final = 16
-_ALPHA: Final = 2.0  # taken for granted, with the weight of this many observations:
+MIN_UNMARKED_EVENTS: Final = 1000
+_ALPHA: Final = 2.5  # taken for granted, with the weight of this many observations:
 _ALPHA_OBSERVATIONS: Final = 20.0
-_ALPHA_RANGE: Final = (1.2, 2.5)
+_ALPHA_RANGE: Final = (
+    1.2,
+    3.5,
+)  # of stalls on shared storage; beyond, what is seen is noise and tells nothing of a tail
+_ALPHA_HARD: Final = 3.0  # at most, where a mistake costs a restart
 _HILL_FROM: Final = 30  # events below which the tail's shape is not looked at
+_SOFT_MEDIANS: Final = 2.0
 _MEDIANS: Final = 3.0
 _MAXIMA: Final = 1.5
 _FIRST_MAXIMA: Final = 3.0
@@ -40,15 +58,20 @@ class Costs:
         restart_s: a restart, from the order to the first new step, and the work it repeats.
         hangs_per_day: expected.
         evidence_error: share of healthy but slow passes that the evidence at a soft limit takes for a hang.
+        evidence_sensitivity: share of hangs that it shows.
         evidence_s: training time that collecting this evidence costs, s.
-        cap_s: the limit below 16 events, and the highest that cost alone may choose; durations seen may raise it.
+        min_events: below, ``cap_s`` is the limit. 1000 (``MIN_UNMARKED_EVENTS``) for the steps of a job that marks no
+            sections: what it does now and then, a checkpoint, an evaluation, is not among its first hundred.
+        cap_s: the limit until then, and the highest that cost alone may choose; durations seen may raise it.
         first_cap_s: the least for a first pass.
     """
 
     restart_s: float = 600.0
     hangs_per_day: float = 1.0
     evidence_error: float = 0.02
+    evidence_sensitivity: float = 0.8
     evidence_s: float = 0.5
+    min_events: int = MIN_EVENTS
     cap_s: float = 1800.0
     first_cap_s: float = 900.0
 
@@ -58,6 +81,10 @@ class Costs:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if not 0 <= self.evidence_error <= 1:
             raise ValueError(f"evidence_error must be between 0 and 1, got {self.evidence_error}")
+        if not 0 <= self.evidence_sensitivity < 1:
+            raise ValueError(f"evidence_sensitivity must be at least 0 and below 1, got {self.evidence_sensitivity}")
+        if self.min_events < MIN_EVENTS:
+            raise ValueError(f"min_events must be at least {MIN_EVENTS}, got {self.min_events}")
         if not 0 <= self.evidence_s < math.inf:
             raise ValueError(f"evidence_s must be at least 0 seconds, got {self.evidence_s}")
 
@@ -117,22 +144,25 @@ def limits_of(statistics: SectionStatistics, costs: Costs = Costs()) -> Limit:
     """The limits of least expected loss for a section, from what was seen of it."""
     durations, n = statistics.durations, statistics.n
     first_s = _first_limit_s(statistics, costs)
-    if round(n) < MIN_EVENTS:  # events fade: two runs of 8 are a little less than 16
+    # Passes fade: the first 1,000 weigh 967. Once next to nothing is left of them they count as too few again.
+    if durations.events < costs.min_events or round(n) < MIN_EVENTS:
         hard_s = max(costs.cap_s, _FIRST_MAXIMA * durations.max_s) if n else costs.cap_s
         basis = Basis.TOO_FEW if n else Basis.NEVER_SEEN
-        seen = f"seen {n:.0f} times, {MIN_EVENTS} are needed" if n else "never seen after its first pass"
+        seen = (
+            f"seen {durations.events} times, {costs.min_events} are needed" if n else "never seen after its first pass"
+        )
         return Limit(hard_s, hard_s, max(first_s, hard_s), n, math.nan, basis, f"{seen}: the cap")
     tail = tail_of(durations)
     per_day = statistics.events_per_day
     hard_s, basis = _hard_limit_s(durations, tail, per_day, costs)
-    soft_s = min(hard_s, max(_cheapest_s(tail, per_day, costs.look_s, costs.hangs_per_day), _least_s(durations)))
+    soft_s = min(hard_s, _soft_limit_s(durations, tail, per_day, costs))
     return Limit(soft_s, hard_s, max(first_s, hard_s), n, tail.alpha, basis, _WHY[basis])
 
 
 def tail_of(durations: Durations) -> Tail:
     """Pareto's tail beyond the longest of *durations*, which must not be empty.
 
-    alpha is Hill's estimate from the ``1.5 * sqrt(n)`` longest, drawn towards 2 as 20 observations would.
+    alpha is Hill's estimate from the ``1.5 * sqrt(n)`` longest, drawn towards 2.5 as 20 observations would.
     """
     n = durations.n
     if not n > 0:
@@ -144,18 +174,37 @@ def tail_of(durations: Durations) -> Tail:
     return Tail(max(durations.max_s, 1e-9), 1.0 / (n + 1.0), alpha)
 
 
+def share_above(durations: Durations, tail: Tail, seconds: float) -> float:
+    """Share of passes expected to be longer than *seconds*: counted as far as any was seen, then the tail's."""
+    if seconds >= tail.from_s:
+        return tail.survival(seconds)
+    return min(1.0, (durations.weight_above(seconds) + 1.0) / (durations.n + 1.0))
+
+
 def _cheapest_s(tail: Tail, events_per_day: float, price_s: float, hangs_per_day: float) -> float:
     """Where ``hangs_per_day * T + events_per_day * P(> T) * price_s`` is least, T at or beyond the tail's start."""
     ratio = tail.alpha * events_per_day * price_s * tail.share / (hangs_per_day * tail.from_s)
-    return tail.from_s * float(max(1.0, ratio) ** (1.0 / (tail.alpha + 1.0)))
+    return tail.from_s * math.pow(max(1.0, ratio), 1.0 / (tail.alpha + 1.0))
 
 
-def _least_s(durations: Durations) -> float:
-    return max(_MEDIANS * durations.median_s, _MAXIMA * durations.max_s)
+def _soft_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs: Costs) -> float:
+    least_s = _SOFT_MEDIANS * durations.median_s
+    found = costs.evidence_sensitivity * costs.hangs_per_day
+    if not found:
+        return math.inf
+    beyond_s = max(least_s, _cheapest_s(tail, events_per_day, costs.look_s, found))
+    seen = [high_s for _, high_s, _ in durations.histogram.buckets() if least_s <= high_s < tail.from_s]
+
+    def loss_s(at_s: float) -> float:
+        return found * at_s + events_per_day * costs.look_s * share_above(durations, tail, at_s)
+
+    return min((*seen, beyond_s), key=loss_s)
 
 
 def _hard_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs: Costs) -> tuple[float, Basis]:
-    cost_s = _cheapest_s(tail, events_per_day, costs.restart_s, costs.hangs_per_day)
+    missed = (1.0 - costs.evidence_sensitivity) * costs.hangs_per_day
+    cautious = replace(tail, alpha=min(tail.alpha, _ALPHA_HARD))
+    cost_s = _cheapest_s(cautious, events_per_day, costs.restart_s, missed)
     best_s, basis = (cost_s, Basis.COST) if cost_s < costs.cap_s else (costs.cap_s, Basis.CAP)
     for least_s, why in (
         (_MEDIANS * durations.median_s, Basis.MEDIAN),
