@@ -109,16 +109,17 @@ def _read(found: Found, progress: Progress | None) -> _Material:
         if progress is not None:
             progress(done, total)
 
-    if found.dumps:
-        loaded = load_folder(found.dumps, progress=loaded_so_far)
-        material.flights, material.sidecars = dict(loaded.flights), loaded.sidecars
-        material.details = loaded.details
-        material.inputs += _inputs_of(loaded)
     for path in found.notes:
         notes = read_notes(path)
         material.notes.append(notes)
         status = InputStatus.USED if notes else InputStatus.IGNORED
         material.inputs.append(Input(path, None, status, "", _size_of(path)))
+    if found.dumps:
+        exceptions = {rank: text for notes in material.notes for rank, text in notes.exceptions.items()}
+        loaded = load_folder(found.dumps, progress=loaded_so_far, exceptions=exceptions)
+        material.flights, material.sidecars = dict(loaded.flights), loaded.sidecars
+        material.details = loaded.details
+        material.inputs += _inputs_of(loaded)
     readings = []
     limit = max(min(LOG_BYTES, ALL_LOGS_BYTES // max(len(found.logs), 1)), LEAST_LOG_BYTES)
     for i, log in enumerate(found.logs):

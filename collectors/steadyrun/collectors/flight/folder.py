@@ -169,6 +169,7 @@ def load_folder(
     workers: int | None = None,
     progress: Progress | None = None,
     max_bytes: int = MAX_DUMP_BYTES,
+    exceptions: Mapping[int, str] | None = None,
 ) -> LoadedFlights:
     """All ranks' flight records out of files and folders; one that cannot be read is said in ``inputs``.
 
@@ -176,6 +177,7 @@ def load_folder(
         workers: processes; None: one per processor if there is enough to read.
         progress: called with (files read, files in all).
         max_bytes: larger files are refused.
+        exceptions: what ranks without a sidecar are known to have ended with (``Type: message``).
     """
     found = find_dumps(paths)
     sidecars: dict[int, Sidecar] = {}
@@ -192,7 +194,8 @@ def load_folder(
         if known is None or _newness(known) <= _newness(sidecar):
             sidecars[sidecar.rank] = sidecar
         noted.update({path.parent / file.file: (sidecar, file) for file in sidecar.dumps})
-    bundles = _bundles(found.dumps, sidecars, noted, max_bytes)
+    known_by_word = {r: Sidecar(r, exception=text) for r, text in (exceptions or {}).items()}
+    bundles = _bundles(found.dumps, {**known_by_word, **sidecars}, noted, max_bytes)
     merge = _Merge(sum(len(b.files) for b in bundles), progress)
     read_bundles(bundles, _workers(bundles, workers), merge.take)
     inputs += merge.inputs

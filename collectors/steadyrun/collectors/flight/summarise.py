@@ -490,7 +490,7 @@ def summarise(
         reader.read()
     exception = sidecar.exception if sidecar and _COLLECTIVE_ERROR.search(sidecar.exception) else ""
     if _GLOO_ERROR.search(exception):
-        _fail_newest_retired(readers)
+        _fail_last_of_gloo(readers)
     groups = _number_groups(readers, live)
     has_frames = any(reader.has_frames for reader in readers)
     ops, more = _choose_ops(readers)
@@ -595,15 +595,32 @@ def _is_gloo_alone(reader: _Reader) -> bool:
     return all(backend == "gloo" for _, backend in reader.groups)
 
 
-def _fail_newest_retired(readers: Sequence[_Reader]) -> None:
-    """The rank met an error of gloo: what it did last there ended with it, though the recorder only says retired."""
+def _fail_last_of_gloo(readers: Sequence[_Reader]) -> None:
+    """The rank met an error of gloo: what it did last there ended with it, though the recorder only says retired.
+
+    A dump made at the exception may be older than that: then the first operation that is open since is the one.
+    """
     candidates = [
         (group.retired[4:], group)
         for reader in readers
         for group in reader.groups.values()
         if group.backend == "gloo" and group.retired is not None
     ]
-    if not candidates:
+    newest = max((c[0] for c in candidates), default=None)
+    since = [
+        (kept, group)
+        for reader in readers
+        for group in reader.groups.values()
+        for kept in group.kept
+        if group.backend == "gloo" and kept.state is OpState.ISSUED
+        if newest is None or (kept.sort_ns, kept.order) > newest
+    ]
+    if since:
+        first, group = min(since, key=lambda k: (k[0].sort_ns, k[0].order))
+        first.state = OpState.FAILED
+        group.has_failed = True
+        return
+    if newest is None:
         return
     group = max(candidates, key=lambda c: c[0])[1]
     assert group.retired is not None
