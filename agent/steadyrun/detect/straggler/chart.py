@@ -254,7 +254,7 @@ class Chart:
 
     def _rescale(self, residual: Floats, known: NDArray[np.bool_], counts: NDArray[np.intp] | None) -> None:
         config = self.config
-        forgetting = config.forgetting
+        forgetting: Floats | float = config.forgetting
         sizes = np.abs(residual)
         if self._is_few:
             # With few peers a slow one would enter the scale; nothing is learned while it may be there.
@@ -264,8 +264,8 @@ class Chart:
             pending: NDArray[np.bool_] = np.max(self.evidence / self.height, axis=1, keepdims=True) > PENDING
             if counts is not None:
                 pending |= counts[:, None] == 0
-            mixed = np.log((1 - forgetting) * np.exp(self._log_scale) + forgetting * now)
-            self._log_scale = np.where(pending, self._log_scale, mixed)
+            forgetting = np.where(pending, 0.0, config.forgetting)
+            self._log_scale = np.log((1 - forgetting) * np.exp(self._log_scale) + forgetting * now)
         else:
             now = np.maximum(CAREFUL * NORMAL * medians(sizes, counts)[:, None], config.scale_floor)
             if counts is not None:
@@ -273,7 +273,7 @@ class Chart:
             self._log_scale += forgetting * (np.log(now) - self._log_scale)
         signs = np.sign(residual) if counts is None else np.where(known, np.sign(residual), 0.0)
         same = (signs * self._signs).sum(axis=1, keepdims=True) / signs.shape[1]
-        self._correlation += forgetting * (same - self._correlation)
+        self._correlation = self._correlation + forgetting * (same - self._correlation)
         self._signs = signs
         # The arcsine law: of two normal values with correlation c the signs agree on average by 2/pi asin(c).
         strength = _between(np.sin(np.pi / 2 * self._correlation), 0.0, STRONGEST)

@@ -136,7 +136,9 @@ def _mean(rows: Floats) -> Floats:
 
 
 def _is_whole(extra: Floats, usual: Floats) -> bool:
-    """All of forward, backward and optimizer that matter have grown in proportion."""
+    """All of forward, backward and optimizer that matter have grown in proportion, and make up most of the extra."""
+    if np.nansum(extra[:3]) < MOST * np.nansum(np.maximum(extra, 0.0)):
+        return False
     extra, usual = extra[:3], usual[:3]
     matters = np.isfinite(usual) & np.isfinite(extra) & (usual >= MATTERS * np.nansum(usual))
     if matters.sum() < 2:
