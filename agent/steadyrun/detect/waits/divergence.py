@@ -173,6 +173,10 @@ def _label(op: FlightOp) -> Label:
     return (*signature(op), op.site)
 
 
+def _site_of(label: Label) -> object:
+    return label[-1]
+
+
 def _shift_of(courses: Mapping[int, Course], hints: Mapping[int, int]) -> tuple[int, int, int, int] | None:
     """(rank, number, by, matches) of whoever is shifted first against the majority, or of two against the other."""
     best: tuple[int, int, int, int] | None = None
@@ -211,6 +215,8 @@ def _shift_against(course: Course, against: Course, hint: int) -> tuple[int, int
         here = [s for s in tail if s + by in against and s + by >= start]
         fits = sum(course[s] == against[s + by] for s in here)
         stays = sum(course[s] == against[s] for s in here if s in against)
+        if not any(_site_of(course[s]) for s in here) and (fits < SURE_MATCHES or len({course[s] for s in here}) < 2):
+            continue  # without call sites equal calls prove little
         if fits >= MIN_MATCHES and fits >= 0.9 * len(here) and fits > stays:
             scores.append((fits - stays, fits, by))
     if not scores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,28 +17,32 @@ __all__ = ["disordered", "hosts_behind"]
 MIN_AHEAD: Final = 2  # calls that all others have made ahead and one has not
 
 
+_Key = tuple[object, ...]
+
+
 def disordered(graph: Graph) -> list[Root]:
     """Ranks that called *later* without *earlier*, although others in the same groups called *earlier* first.
 
     The fewer are odd; where both are as many, groups of the same kind decide, and if they do not, nothing is said here.
     """
-    found: dict[tuple[Stop, tuple[int, int]], list[int]] = {}
+    like = _Like(graph)
+    found: dict[tuple[Stop, _Key], list[int]] = {}
     for earlier in graph.stops:
         if earlier.is_p2p or not earlier.waiters or earlier.first.stream != MAIN:
             continue
         for rank in earlier.lacks:
             for call in _stands_in(graph, rank):
                 if call.group is not earlier.group and not _is_before(graph, rank, earlier, call):
-                    found.setdefault((earlier, (call.group.index, call.op.seq)), []).append(rank)
+                    found.setdefault((earlier, like.key(call)), []).append(rank)
     proofs: dict[tuple[int, ...], list[_Proof]] = {}
     for (earlier, key), without in found.items():
-        at = graph.world.at[key]
+        at = like.calls(key)
         first = [r for r, c in earlier.calls.items() if r in at and c.place < at[r].place]
-        odd = _odd(graph, earlier, key, first, without) if first else None
+        odd = _odd(graph, like, earlier, key, first, without) if first else None
         if odd is not None:
-            proof = _Proof(earlier, at[without[0]], tuple(first), tuple(without))
+            proof = _Proof(earlier, key, tuple(first), tuple(without))
             proofs.setdefault(tuple(odd), []).append(proof)
-    return [_root(graph, odd, same) for odd, same in proofs.items()]
+    return [_root(graph, like, odd, same) for odd, same in proofs.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,52 @@ class _Proof:
     """*first* called *earlier* before *later*; *without* called *later* and not *earlier*."""
 
     earlier: Stop
-    later: Call
+    later: _Key
     first: tuple[int, ...]
     without: tuple[int, ...]
 
 
+class _Like:
+    """Open calls that are the same to the order: one collective, or the next send or receive between the same places of
+    groups of one kind."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._world = graph.world
+        self._pairs: dict[_Key, dict[int, Call]] = {}
+        for calls in graph.world.open.values():
+            for call in calls:
+                if call.op.is_p2p and call.op.src in call.group.members and call.op.dst in call.group.members:
+                    self._pairs.setdefault(self.key(call), {}).setdefault(call.rank, call)
+
+    def key(self, call: Call) -> _Key:
+        if not call.op.is_p2p:
+            return (call.group.index, call.op.seq)
+        members, src, dst = call.group.members, call.op.src, call.op.dst
+        if src not in members or dst not in members:
+            return ("alone", call.rank, call.place)
+        return (call.group.kind, members.index(src), members.index(dst), src == call.rank)
+
+    def calls(self, key: _Key) -> Mapping[int, Call]:
+        if isinstance(key[0], int) and isinstance(key[1], int):
+            return self._world.at.get((key[0], key[1]), {})
+        return self._pairs.get(key, {})
+
+    def calls_in_all(self, key: _Key) -> Iterable[Call]:
+        """Also of groups of the same kind."""
+        if not isinstance(key[0], int) or not isinstance(key[1], int):
+            yield from self.calls(key).values()
+            return
+        kind = self._world.groups[key[0]].kind
+        for group in self._world.groups:
+            if group.kind == kind:
+                yield from self._world.at.get((group.index, key[1]), {}).values()
+
+
 def _stands_in(graph: Graph, rank: int) -> list[Call]:
-    """The collective that holds the rank up, and the one in which its host waits."""
-    calls = [c for c in graph.world.open.get(rank, ()) if c.stream == MAIN and not c.op.is_p2p]
-    return [c for i, c in enumerate(calls) if (i == 0 and c.place == 0) or c.is_host][:2]
+    """What holds the rank up, and what its host called last."""
+    calls = [c for c in graph.world.open.get(rank, ()) if c.stream == MAIN]
+    last = next((c for c in reversed(calls) if not c.op.is_p2p), None)
+    return list(dict.fromkeys(c for c in (*calls[:1], last) if c is not None))
 
 
 def _is_before(graph: Graph, rank: int, earlier: Stop, call: Call) -> bool:
@@ -64,62 +105,61 @@ def _is_before(graph: Graph, rank: int, earlier: Stop, call: Call) -> bool:
     return graph.world.standing(rank, earlier.group, earlier.seq) is not Standing.ABSENT
 
 
-def _odd(graph: Graph, earlier: Stop, key: tuple[int, int], first: list[int], without: list[int]) -> list[int] | None:
+def _odd(graph: Graph, like: _Like, earlier: Stop, key: _Key, first: list[int], without: list[int]) -> list[int] | None:
     if len(first) != len(without):
         return sorted(first if len(first) < len(without) else without)
-    votes = Counter(_votes(graph, earlier, key, {*first, *without}))
+    votes = Counter(_votes(graph, like, earlier, key, {*first, *without}))
     if votes[True] == votes[False]:
         return None
     return sorted(without if votes[True] > votes[False] else first)
 
 
-def _votes(graph: Graph, earlier: Stop, key: tuple[int, int], besides: set[int]) -> Iterable[bool]:
+def _votes(graph: Graph, like: _Like, earlier: Stop, key: _Key, besides: set[int]) -> Iterable[bool]:
     """Of ranks in groups of the same kinds, whether they called the earlier one first."""
     world = graph.world
-    kind = world.groups[key[0]].kind
-    for group in world.groups:
-        if group.kind != kind:
+    for call in like.calls_in_all(key):
+        rank = call.rank
+        mine = _of_kind(world.groups_of.get(rank, ()), earlier.group)
+        if rank in besides or mine is None:
             continue
-        for rank, call in world.at.get((group.index, key[1]), {}).items():
-            mine = _like(world.groups_of.get(rank, ()), earlier.group)
-            if rank in besides or mine is None:
-                continue
-            own = world.at.get((mine.index, earlier.seq), {}).get(rank)
-            if own is not None:
-                yield own.place < call.place
-            else:
-                yield world.standing(rank, mine, earlier.seq) is Standing.DONE
+        own = world.at.get((mine.index, earlier.seq), {}).get(rank)
+        yield own.place < call.place if own is not None else world.standing(rank, mine, earlier.seq) is Standing.DONE
 
 
-def _like(groups: Iterable[Group], group: Group) -> Group | None:
+def _of_kind(groups: Iterable[Group], group: Group) -> Group | None:
     return next((g for g in groups if g.kind == group.kind), None)
 
 
-def _root(graph: Graph, odd: tuple[int, ...], proofs: list[_Proof]) -> Root:
+def _root(graph: Graph, like: _Like, odd: tuple[int, ...], proofs: list[_Proof]) -> Root:
     """Who lacks one call has skipped it; who lacks several, or makes it later, calls in another order."""
     world = graph.world
     proof = min(proofs, key=lambda p: (p.earlier.since_ns or 0, p.earlier.node))
-    earlier, later = proof.earlier, proof.later
+    earlier, at = proof.earlier, like.calls(proof.later)
     is_without = odd == tuple(sorted(proof.without))
     others = proof.first if is_without else proof.without
-    at = world.at[(later.group.index, later.op.seq)]
+    later = at[proof.without[0]]
+    stands = graph.heads.get((later.rank, MAIN))
     called_both = all(r in earlier.calls for r in proof.without)
-    went_on = any(at[r].place + 1 < len(world.open[r]) for r in proof.without)
-    by_other_thread = earlier.first.op.thread != later.op.thread and bool(earlier.first.op.thread)
     lacks_several = len({p.earlier.group.index for p in proofs}) > 1 and is_without
+    is_one = (
+        any(at[r].place + 1 < len(world.open[r]) for r in proof.without)  # they went on calling, and not this
+        or (earlier.first.op.thread != later.op.thread and bool(earlier.first.op.thread))
+        or (later.is_host and not later.op.is_p2p and all(r in at for r in earlier.calls))
+    )  # where all have come to the later one, another order would not hold anybody up
     cls = FaultClass.DEADLOCK_CYCLE
-    if not called_both and not lacks_several and (went_on or by_other_thread):
+    if not called_both and not lacks_several and is_one:
         cls = FaultClass.SKIPPED_COLLECTIVE if is_without else FaultClass.EXTRA_COLLECTIVE
     head = graph.heads.get((odd[0], MAIN), earlier)
     stop = head if cls is FaultClass.DEADLOCK_CYCLE else earlier
     nodes = (earlier.node, *(n for r in odd for n in graph.rank_nodes(r)))
+    ring = tuple(dict.fromkeys((earlier, head if is_without or stands is None else stands)))
     return Root(
         cls,
         odd,
         0.75 if len(others) >= 2 * len(odd) else 0.65,
         stop,
         nodes,
-        ring=(earlier, head) if head is not earlier else (earlier,),
+        ring=ring,
         note="it calls them in another order than the others" if cls is FaultClass.DEADLOCK_CYCLE else "",
         members=tuple(sorted({*proof.first, *proof.without})),
     )

@@ -15,7 +15,7 @@ from steadyrun.detect.waits.order import disordered, hosts_behind
 from steadyrun.detect.waits.records import RankState, WaitReason
 from steadyrun.detect.waits.root import Root
 from steadyrun.detect.waits.signature import Difference, differences, signature, uneven_sums
-from steadyrun.detect.waits.world import MAIN, Group, World
+from steadyrun.detect.waits.world import MAIN, Call, Group, World
 
 __all__ = ["find_roots"]
 
@@ -28,19 +28,21 @@ def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
     """All causes, unordered; what another one explains is left out."""
     mismatches = _mismatches(graph, details)
     rings = _rings(graph)
-    absent = _absent_roots(graph)
-    shifts = _shifts(graph, details, mismatches, rings, absent)
+    absent, unsure = _absent_roots(graph)
+    disorders = disordered(graph)
+    shifts = _shifts(graph, details, mismatches, [*disorders, *rings], absent)
     roots: list[Root] = list(shifts)
     blamed = {r for s in shifts for r in s.ranks}
-    roots += [m for m in mismatches if not _is_shifted(m, shifts)]
+    roots += [m for m in mismatches if not _is_shifted(graph, m, shifts)]
     told = {r for m in roots for r in (*m.ranks, *_sides(m))}
-    roots += [r for r in disordered(graph) if not told & set(r.members)]
+    roots += [r for r in disorders if not told & set(r.members)]
     told = {r for m in roots for r in (*m.ranks, *_sides(m))}
     roots += [r for r in rings if not told & set(r.members)]
     roots += [r for r in absent if not set(r.ranks) <= blamed and not _is_awaited_by(r, shifts)]
     differing = {m.stop for m in mismatches}
     roots += _device_stalls(graph)
     roots += [r for r in _arrived(graph) if r.stop not in differing]
+    roots += _unseen(graph, unsure, roots)
     roots += hosts_behind(graph, {r for root in roots for r in root.ranks if root.cls is not IN_FLIGHT})
     return _failures(graph, roots, details)
 
@@ -49,12 +51,21 @@ def _sides(root: Root) -> set[int]:
     return {r for ranks, _ in root.difference.sides for r in ranks} if root.difference is not None else set()
 
 
-def _is_shifted(mismatch: Root, shifts: Sequence[Root]) -> bool:
-    assert mismatch.stop is not None
-    return any(
-        s.shift is not None and s.shift.group is mismatch.stop.group and s.shift.seq <= mismatch.stop.seq
+def _is_shifted(graph: Graph, mismatch: Root, shifts: Sequence[Root]) -> bool:
+    """Without the ranks whose calls are shifted there, all agree."""
+    stop = mismatch.stop
+    assert stop is not None
+    shifted = {
+        r
         for s in shifts
-    )
+        if (s.shift is not None and s.shift.group is stop.group and s.shift.seq <= stop.seq)
+        or (s.window is not None and s.window[0] is stop.group)
+        for r in s.ranks
+    }
+    if not shifted:
+        return False
+    rest = {r: c.op for r, c in stop.calls.items() if r not in shifted}
+    return not any(set(d.odd) & set(mismatch.ranks) for d in differences(rest))
 
 
 def _is_awaited_by(root: Root, shifts: Sequence[Root]) -> bool:
@@ -68,8 +79,8 @@ def _is_awaited_by(root: Root, shifts: Sequence[Root]) -> bool:
 
 
 # -- members that are not there ----------------------------------------------------------------------------------------
-def _absent_roots(graph: Graph) -> list[Root]:
-    """Ranks that stand in nothing while others wait for them, and ranks of which nothing is known."""
+def _absent_roots(graph: Graph) -> tuple[list[Root], dict[int, list[Stop]]]:
+    """Ranks that stand in nothing while others wait for them; and ranks of which nothing is known, with where."""
     world = graph.world
     waited: dict[int, list[Stop]] = {}
     for stop in graph.stops:
@@ -88,12 +99,15 @@ def _absent_roots(graph: Graph) -> list[Root]:
             unsure[rank] = stops
         elif rank not in world.failed:
             sure[rank] = _stalled(graph, rank, hard or stops, bool(hard))
-    roots = _explained_apart(graph, sure, unsure)
-    merged: dict[tuple[FaultClass, int, bool], list[Root]] = {}
+    return _merged(graph, list(sure.values())), unsure
+
+
+def _merged(graph: Graph, roots: Sequence[Root]) -> list[Root]:
+    found: dict[tuple[FaultClass, int, bool], list[Root]] = {}
     for root in roots:
         assert root.stop is not None
-        merged.setdefault((root.cls, root.stop.node, root.is_hard), []).append(root)
-    return [found for same in merged.values() for found in _merge(graph, same)]
+        found.setdefault((root.cls, root.stop.node, root.is_hard), []).append(root)
+    return [merged for same in found.values() for merged in _merge(graph, same)]
 
 
 def _gone(graph: Graph, rank: int, stops: Sequence[Stop]) -> Root:
@@ -117,17 +131,14 @@ def _stalled(graph: Graph, rank: int, stops: Sequence[Stop], is_hard: bool) -> R
     return Root(FaultClass.HOST_STALL, (rank,), confidence, stop, (graph.node_of[(rank, MAIN)],), is_hard, note=note)
 
 
-def _explained_apart(graph: Graph, sure: dict[int, Root], unsure: dict[int, list[Stop]]) -> list[Root]:
+def _unseen(graph: Graph, unsure: dict[int, list[Stop]], known: Sequence[Root]) -> list[Root]:
     """Ranks without a dump are suspects only where nothing else explains the operation that first missed them.
 
     Such a rank may stand, unseen, in any operation that lacks somebody else as well.
     """
     world = graph.world
-    others = [*(n for r in sure.values() for n in r.nodes)]
-    others += [n for rank in graph.lagging for n in graph.rank_nodes(rank)]
-    others += [s.node for s in graph.stops if s.waiters and not s.lacks]
-    explained = _behind(graph, others)
-    roots = list(sure.values())
+    explained = _behind(graph, [n for root in known for n in root.nodes])
+    roots: list[Root] = []
     for rank, stops in unsure.items():
         earliest = min(stops, key=lambda s: (s.since_ns if s.since_ns is not None else 1 << 63, len(s.lacks)))
         if earliest.node in explained:
@@ -144,7 +155,7 @@ def _explained_apart(graph: Graph, sure: dict[int, Root], unsure: dict[int, list
             cls, note = FaultClass.DEAD_PROCESS, f"{world.unknown.get(rank, 'it left no dump')}: dead, stopped or lost"
         many = len(unsure) > max(2, world.size // 8)
         roots.append(Root(cls, (rank,), 0.4 if many else 0.6, stop, tuple(graph.rank_nodes(rank)), False, note=note))
-    return roots
+    return _merged(graph, roots)
 
 
 def _behind(graph: Graph, nodes: Iterable[int]) -> set[int]:
@@ -230,7 +241,7 @@ def _arrived(graph: Graph) -> list[Root]:
         if stop.is_p2p and stop.src is None:
             continue
         ops = {r: c.op for r, c in stop.calls.items()}
-        if not stop.is_p2p and differences(ops) is not None:
+        if not stop.is_p2p and differences(ops):
             continue
         is_first = not stop.is_p2p and _is_first(stop)
         cls = FaultClass.START_UP if is_first else FaultClass.IN_FLIGHT_NETWORK
@@ -255,15 +266,13 @@ def _is_first(stop: Stop) -> bool:
 def _mismatches(graph: Graph, details: FlightDetails | None) -> list[Root]:
     roots = []
     for stop in graph.stops:
-        if not stop.waiters or stop.is_p2p:
+        if stop.is_p2p or not stop.calls:
             continue
         ops = {r: c.op for r, c in stop.calls.items()}
         ops |= {r: c.op for r, c in graph.world.failed_at.get((stop.group.index, stop.seq), {}).items()}
         if details is not None and (stop.done_on or stop.failed_on) and (stop.is_rooted or stop.group.is_host):
             ops |= _recorded(stop.group, stop.seq, [r for r in stop.done_on + stop.failed_on if r not in ops], details)
-        found = differences(ops)
-        if found is not None:
-            roots.append(_mismatch(graph, stop, found, ops, details))
+        roots += [_mismatch(graph, stop, found, ops, details) for found in differences(ops)]
     return roots
 
 
@@ -549,7 +558,8 @@ def _shifts(
         group = world.groups[index]
         shift = find_shift(world, group, suspects[index], _hints(graph, group), details, windows.get(index))
         if shift is None and index in windows:
-            roots += _by_windows(graph, group, strays[index], rings, absent)
+            unexplained = {r: w for r, w in strays[index].items() if not any(r in m.ranks for m in mismatches)}
+            roots += _by_windows(graph, group, unexplained, rings, absent)
         if shift is None or shift.ranks in seen:
             continue
         if set(shift.ranks) <= set(world.unknown):
@@ -611,27 +621,60 @@ def _by_windows(
 def _failures(graph: Graph, roots: list[Root], details: FlightDetails | None) -> list[Root]:
     """Ranks whose operations failed have lost a peer: what differs there, and who is not there to tell."""
     world = graph.world
-    if not world.failed and not any(rec.has_failed for g in world.groups for rec in g.records.values()):
-        return roots
-    seen = {r for root in roots for r in root.ranks}
+    named = {r for root in roots for r in root.ranks}
+    out = list(roots)
     for (index, seq), calls in world.failed_at.items():
         group = world.groups[index]
-        if any(root.stop is not None and root.stop.group is group and root.stop.seq == seq for root in roots):
-            continue
         ops = {r: c.op for r, c in calls.items()} | {r: c.op for r, c in world.at.get((index, seq), {}).items()}
         if details is not None:
             ops |= _recorded(group, seq, [r for r in group.records if r not in ops], details)
         failed = Stop(-1, group, seq, dict(calls), waiters=sorted(calls))
-        found = differences(ops)
-        if found is not None and not seen & set(found.odd):
-            roots.append(Root(found.cls, found.odd, 0.6 if found.is_tie else 0.8, failed, (), difference=found,
-                              members=tuple(sorted(ops))))  # fmt: skip
-            seen |= set(found.odd)
-        gone = [r for r in group.members if r in world.unknown and r not in seen]
+        found = [d for d in differences(ops) if not named & set(d.odd)]
+        for difference in found:
+            confidence = 0.6 if difference.is_tie else 0.8
+            out.append(Root(difference.cls, difference.odd, confidence, failed, (), difference=difference,
+                            members=tuple(sorted(ops))))  # fmt: skip
+            named |= set(difference.odd)
+        gone = tuple(r for r in group.members if r in world.unknown and r not in named)
         if gone and len(gone) <= len(calls):
-            sure = all(world.is_gone(r) for r in gone)
-            cls = FaultClass.STOPPED_PROCESS if world.state(gone[0]) is RankState.STOPPED else FaultClass.DEAD_PROCESS
-            confidence = 0.5 if found is not None else 0.85 if sure else 0.6
-            roots.append(Root(cls, tuple(gone), confidence, failed, (), sure, note="others' operations with it failed"))
-            seen |= set(gone)
-    return roots
+            out += _gone_at(world, gone, failed, has_difference=bool(found))
+            named |= set(gone)
+    if not world.open:
+        out += _gone_unawaited(world, named, details)
+    return out
+
+
+def _gone_at(world: World, gone: tuple[int, ...], stop: Stop, *, has_difference: bool) -> list[Root]:
+    is_sure = all(world.is_gone(r) for r in gone)
+    stopped = all(world.state(r) is RankState.STOPPED for r in gone)
+    cls = FaultClass.STOPPED_PROCESS if stopped else FaultClass.DEAD_PROCESS
+    # gloo ends the rank that gets more than it has room for, not the one that sends it
+    confidence = 0.5 if has_difference else 0.85 if is_sure else 0.6
+    return [Root(cls, gone, confidence, stop, (), is_sure, note="the others' operations with it failed")]
+
+
+def _gone_unawaited(world: World, named: set[int], details: FlightDetails | None) -> list[Root]:
+    """Nobody stands in anything, and some left no dump: gloo's operations end at once when a peer dies, and read as
+    done. What the others called last is compared as well, since gloo ends a rank that is sent too much."""
+    gone = tuple(r for r in world.unknown if r not in named and world.is_gone(r))
+    lost = gone or tuple(r for r in world.unknown if r not in named)
+    if not lost or not world.flights or len(lost) > max(1, world.size // 3):
+        return []
+    if world.only_logs or not any(g.is_host for g in world.groups):
+        return []
+    groups = [g for g in world.groups if set(lost) & set(g.members) and g.records and g.issued]
+    roots: list[Root] = []
+    for group in groups if details is not None else ():
+        newest = max(group.issued.values())
+        assert details is not None
+        ops = _recorded(group, newest, sorted(group.records), details)
+        calls = {r: Call(r, op, group, 0, op.created_ns) for r, op in ops.items()}
+        stop = Stop(-1, group, newest, calls, waiters=sorted(calls))
+        members = tuple(sorted(ops))
+        roots += [Root(d.cls, d.odd, 0.6 if d.is_tie else 0.75, stop, (), difference=d, members=members)
+                  for d in differences(ops)]  # fmt: skip
+    stopped = all(world.state(r) is RankState.STOPPED for r in lost)
+    cls = FaultClass.STOPPED_PROCESS if stopped else FaultClass.DEAD_PROCESS
+    confidence = 0.45 if roots or not gone else 0.8
+    note = "nobody waits in a recorded operation; gloo ends them when a peer dies"
+    return [*roots, Root(cls, lost, confidence, None, (), bool(gone), note=note)]

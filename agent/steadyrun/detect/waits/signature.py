@@ -13,6 +13,8 @@ from steadyrun.core.flight import FlightOp
 __all__ = ["ROOTED", "Difference", "describe_op", "differences", "op_family", "signature"]
 
 ROOTED: Final = frozenset({"broadcast", "broadcastoop", "reduce", "reduceoop", "gather", "scatter"})
+Signature = tuple[str, int | None, str]  # operation, number of elements, type; None and empty where nothing is said
+
 _UNEVEN_BOTH: Final = ("alltoall",)
 _EQUAL_INPUTS: Final = frozenset(
     {"allreduce", "allreducesparse", "broadcast", "broadcastoop", "reduce", "reduceoop", "gather", "allgatherbase",
@@ -42,8 +44,8 @@ def op_family(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-def signature(op: FlightOp) -> tuple[str, int | None, str]:
-    """(operation, number of elements that all must have or None, type); only what has to be equal."""
+def signature(op: FlightOp) -> Signature:
+    """What has to be equal on all members, and nothing else."""
     family = op_family(op.name)
     if family in _NO_TENSOR:
         return family, None, ""
@@ -64,36 +66,58 @@ def describe_op(op: FlightOp) -> str:
     return " ".join(p for p in (op.name, shown, dtypes[0] if dtypes else "") if p)
 
 
-def differences(ops: Mapping[int, FlightOp]) -> Difference | None:
-    """How the members' calls of one collective differ; None when they agree as far as they have to."""
+def differences(ops: Mapping[int, FlightOp]) -> list[Difference]:
+    """How the members' calls of one collective differ: one per way of differing from what most called, else nothing.
+
+    What a record does not say (no sizes in a log line) differs from nothing.
+    """
     if len(ops) < 2:
-        return None
+        return []
     found = {rank: signature(op) for rank, op in ops.items()}
-    values = set(found.values())
-    if len(values) == 1:
-        return None
-    cls, part = _class_of(values)
-    if part is None:
-        return None
-    sides: dict[object, list[int]] = {}
-    unsaid: list[int] = []
+    if len(set(found.values())) == 1:
+        return []
+    sides: dict[Signature, list[int]] = {}
     for rank, value in found.items():
-        (unsaid if value[part] in (None, "") else sides.setdefault(value[part], [])).append(rank)
-    ordered = sorted((sorted(ranks) for ranks in sides.values()), key=lambda r: (-len(r), r))
-    is_tie = len(ordered[0]) == len(ordered[1])
-    odd = sorted(r for ranks in (ordered if is_tie else ordered[1:]) for r in ranks)
-    told = tuple((tuple(ranks), describe_op(ops[ranks[0]])) for ranks in ordered)
-    return Difference(cls, told, tuple(odd), is_tie)
+        side = next((known for known in sides if _class_of(known, value) is None), value)
+        sides.setdefault(side, []).append(rank)
+    ordered = sorted(sides.items(), key=lambda s: (-len(s[1]), s[1]))
+    if len(ordered) < 2:
+        return []
+    (usual, most), (second, few) = ordered[:2]
+    if len(most) == len(few):
+        tied = [(value, ranks) for value, ranks in ordered if len(ranks) == len(most)]
+        odd = tuple(sorted(r for _, ranks in tied for r in ranks))
+        told = tuple(_side(ranks, ops) for _, ranks in ordered)
+        return [Difference(_class_of(usual, second) or FaultClass.OP_MISMATCH, told, odd, True)]
+    by_class: dict[FaultClass, list[list[int]]] = {}
+    for value, ranks in ordered[1:]:
+        cls = _class_of(usual, value)
+        assert cls is not None
+        by_class.setdefault(cls, []).append(ranks)
+    return [
+        Difference(
+            cls,
+            (_side(most, ops), *(_side(ranks, ops) for ranks in others)),
+            tuple(sorted(r for ranks in others for r in ranks)),
+            False,
+        )
+        for cls, others in by_class.items()
+    ]
 
 
-def _class_of(values: set[tuple[str, int | None, str]]) -> tuple[FaultClass, int | None]:
-    if len({v[0] for v in values}) > 1:
-        return FaultClass.OP_MISMATCH, 0
-    if len({v[1] for v in values} - {None}) > 1:
-        return FaultClass.SIZE_MISMATCH, 1
-    if len({v[2] for v in values} - {""}) > 1:
-        return FaultClass.DTYPE_MISMATCH, 2
-    return FaultClass.HEALTHY, None
+def _side(ranks: Sequence[int], ops: Mapping[int, FlightOp]) -> tuple[tuple[int, ...], str]:
+    return tuple(sorted(ranks)), describe_op(ops[min(ranks)])
+
+
+def _class_of(one: Signature, other: Signature) -> FaultClass | None:
+    """What differs first; None: nothing does, as far as both say."""
+    if one[0] != other[0]:
+        return FaultClass.OP_MISMATCH
+    if one[1] is not None and other[1] is not None and one[1] != other[1]:
+        return FaultClass.SIZE_MISMATCH
+    if one[2] and other[2] and one[2] != other[2]:
+        return FaultClass.DTYPE_MISMATCH
+    return None
 
 
 def uneven_sums(ops: Mapping[int, FlightOp], members: Sequence[int]) -> tuple[int, int] | None:

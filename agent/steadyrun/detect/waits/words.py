@@ -77,7 +77,10 @@ def _behind(stop: Stop, waiters: int) -> str:
 
 def _absent(graph: Graph, root: Root, who: str, has: str, waiters: int) -> str:
     stop = root.stop
-    assert stop is not None
+    if stop is None:
+        gone = "stopped" if root.cls is FaultClass.STOPPED_PROCESS else "dead"
+        said = f"{'is' if len(root.ranks) == 1 else 'are'} {gone}" if root.is_hard else "left no dump"
+        return f"{who} {said} ({root.note})"
     what = f"{describe_stop(graph, stop)}, {_wait_text(graph, stop)}{_behind(stop, waiters)}"
     note = f" ({root.note})" if root.note else ""
     is_ = "is" if len(root.ranks) == 1 else "are"
