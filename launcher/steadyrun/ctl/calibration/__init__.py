@@ -1,0 +1,1 @@
+"""Limits out of what runs recorded: reading, replaying, weighing, drawing."""

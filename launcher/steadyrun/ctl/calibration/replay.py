@@ -1,0 +1,83 @@
+"""What limits would have done on passes that are known: the watchdog's arithmetic, pass by pass."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from steadyrun.ctl.calibration.passes import RunPasses
+from steadyrun.detect.calibrate import OUT_OF_SECTION, SectionKey, SectionStatistics
+from steadyrun.node.machine.events import Limits
+from steadyrun.node.machine.watchdog import CHECKPOINTING, EVALUATION, SETUP, STEP
+
+__all__ = ["Rule", "fired", "fired_as_it_grew", "limit_s"]
+
+Rule = Callable[[SectionStatistics], tuple[float, float]]  # (limit, limit of first passes)
+_GROWTH: Final = 1.05  # limits follow when this much more was seen, or the longest pass is longer
+
+
+def limit_s(limits: Limits, section: str, is_first: bool = False) -> float:
+    """How long a pass may take before it counts as late, as ``node.machine.watchdog`` has it; ``inf``: for ever."""
+    given = limits.sections
+    if section == OUT_OF_SECTION:
+        return _seconds(given.get(section, limits.out_of_section_s))
+    known_s = _seconds(given[section]) if section in given else _known_s(limits, section)
+    known_s = limits.default_section_s if known_s is None else known_s
+    is_given = section in limits.first
+    if (section == SETUP and not is_given) or (not is_first and section != SETUP):
+        return known_s
+    if is_given or section not in limits.accepted:
+        return max(known_s, _seconds(limits.first.get(section, limits.first_step_s)))
+    return known_s
+
+
+def _known_s(limits: Limits, section: str) -> float | None:
+    if section.lower() in EVALUATION:
+        return limits.evaluation_s
+    return {SETUP: limits.setup_s, STEP: limits.step_s, CHECKPOINTING: limits.checkpointing_s}.get(section)
+
+
+def _seconds(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def fired(runs: Iterable[RunPasses], limits: Limits) -> Counter[str]:
+    """How many passes of each section would have been late: once per pass, however many ranks were in it."""
+    out: Counter[str] = Counter()
+    for run in runs:
+        # Without a limit that was given, the time outside of sections is judged as part of the step.
+        has_outside = run.has_own_step or OUT_OF_SECTION in limits.accepted
+        for p in run.passes:
+            is_watched = p.section != OUT_OF_SECTION or has_outside
+            if is_watched and p.seconds >= limit_s(limits, p.section, p.is_first):
+                out[p.section] += 1
+    return out
+
+
+def fired_as_it_grew(runs: Iterable[RunPasses], rule: Rule) -> Counter[str]:
+    """The same, had *rule* made the limits anew all along out of what had been seen before each pass."""
+    out: Counter[str] = Counter()
+    statistics: dict[str, SectionStatistics] = {}
+    current: dict[str, tuple[float, float, tuple[float, float]]] = {}  # n and longest of when, and the limits
+    for run in runs:
+        rate = _seconds_per_pass(run)
+        for p in run.passes:
+            seen = statistics.setdefault(p.section, SectionStatistics.empty(SectionKey(p.section, 0)))
+            n, longest_s = seen.n + seen.first.n, seen.durations.max_s
+            known = current.get(p.section)
+            if known is None or n >= known[0] * _GROWTH or longest_s > known[1]:
+                known = current[p.section] = (n, longest_s if longest_s == longest_s else 0.0, rule(seen))
+            if p.seconds >= known[2][1 if p.is_first else 0]:
+                out[p.section] += 1
+            seen.observe(p.seconds, p.rank, p.step, run.name, p.is_first)
+            seen.observe_wall(rate[p.section])
+    return out
+
+
+def _seconds_per_pass(run: RunPasses) -> Mapping[str, float]:
+    """How much of the run one pass of each section stands for."""
+    counts = Counter(p.section for p in run.passes)
+    observed_s, whole_s = sum(a.observed_s for a in run.attempts), sum(a.whole_s for a in run.attempts)
+    return {name: (whole_s if name == SETUP else observed_s) / count for name, count in counts.items()}
