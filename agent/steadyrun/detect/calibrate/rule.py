@@ -193,7 +193,9 @@ def _soft_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs
     if not found:
         return math.inf
     beyond_s = max(least_s, _cheapest_s(tail, events_per_day, costs.look_s, found))
-    seen = [high_s for _, high_s, _ in durations.histogram.buckets() if least_s <= high_s < tail.from_s]
+    seen = [
+        s for s in (least_s, *(high_s for _, high_s, _ in durations.histogram.buckets())) if least_s <= s < tail.from_s
+    ]
 
     def loss_s(at_s: float) -> float:
         return found * at_s + events_per_day * costs.look_s * share_above(durations, tail, at_s)

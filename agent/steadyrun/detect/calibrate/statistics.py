@@ -1,6 +1,6 @@
 """What is kept of a section's durations over ranks, attempts and runs: statistics, never the limits made of them.
 
-An *event* is one pass of a section by the job: the longest of its ranks' durations (``joining``), as ranks that wait
+An *event* is one pass of a section by the job: the longest of its ranks' durations, as ranks that wait
 for each other are not independent samples. First passes after a start are kept apart: they compile, connect, warm up.
 """
 
@@ -148,7 +148,7 @@ class Durations:
     def to_json(self) -> dict[str, Any]:
         return {
             "events": self.events,
-            "n": round(self.n, 3),
+            "n": round(self.n, 1),
             "total_s": round(self.total_s, 6),
             "half_life_events": self._half_life,
             "buckets": self._histogram.to_json(),
