@@ -15,7 +15,7 @@ from steadyrun.core.errors import ConfigError
 from steadyrun.core.journal import read_journal
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.ctl.calibration.drawing import limits_svg
-from steadyrun.ctl.calibration.history import flags_of, history_in, timeouts_json, write_timeouts
+from steadyrun.ctl.calibration.history import flags_of, history_in, is_written, timeouts_json, write_timeouts
 from steadyrun.ctl.calibration.passes import RunPasses, add_to, read_passes
 from steadyrun.ctl.calibration.patternlogs import LogReading, read_logs, with_checked_groups
 from steadyrun.ctl.calibration.replay import limit_s

@@ -9,6 +9,7 @@ from typing import Final
 
 from steadyrun.ctl.calibration.weighing import Section, Weight
 from steadyrun.ctl.console import duration
+from steadyrun.detect.calibrate.histogram import BUCKETS_PER_OCTAVE
 
 __all__ = ["limits_svg"]
 
@@ -19,6 +20,8 @@ BARS: Final = 120.0
 PANEL: Final = 218.0
 MERGED: Final = 2  # of the statistics' buckets to one bar
 LABEL_PX: Final = 6.6  # of a letter
+ROWS: Final = 4  # of labels
+TICKS_S: Final = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36000.0, 864000.0)
 
 STYLE: Final = """\
 svg{--paper:#fff;--ink:#1f2328;--soft:#59636e;--rule:#d1d9e0;--bar:#7aa7d9;--first:#9a6700;--look:#1a7f37;--act:#0a3069;
@@ -28,7 +31,8 @@ svg{--paper:#fff;--ink:#1f2328;--soft:#59636e;--rule:#d1d9e0;--bar:#7aa7d9;--fir
 text{fill:var(--ink)}.t{font-size:18px;font-weight:600}.h{font-size:14px;font-weight:600}.n{fill:var(--soft)}
 .bar{fill:var(--bar)}.axis{stroke:var(--rule)}.grid{stroke:var(--rule);stroke-dasharray:2 4}
 .first{stroke:var(--first)}.look{stroke:var(--look)}.act{stroke:var(--act)}.other{stroke:var(--other)}
-line.look,line.act{stroke-width:2}line.other{stroke-dasharray:5 4}text.first,text.look,text.act,text.other{stroke:none}
+line.look,line.act{stroke-width:2}line.other{stroke-dasharray:5 4}
+text.on{stroke:var(--paper);stroke-width:4;paint-order:stroke}
 text.first{fill:var(--first)}text.look{fill:var(--look)}text.act{fill:var(--act)}text.other{fill:var(--other)}
 """
 
@@ -44,8 +48,8 @@ def limits_svg(title: str, sections: Sequence[Section], weights: Mapping[str, Se
         f"<style>{STYLE}</style>",
         f'<text class="t" x="{LEFT}" y="34">How long sections took, and their limits</text>',
         f'<text class="n" x="{LEFT}" y="54">{escape(title)}</text>',
-        f'<text class="n" x="{LEFT}" y="71">bars: passes of the job, on a logarithmic scale; ticks below: first passes '
-        "after a start; at the soft limit evidence is collected, at the hard limit time alone acts</text>",
+        f'<text class="n" x="{LEFT}" y="71">bars: passes of the job, logarithmic; ticks below: first passes after a '
+        "start; soft limit: look for evidence; hard limit: act</text>",
     ]
     for i, section in enumerate(sections):
         parts += _panel(section, weights.get(section.name, ()), axis, TOP + PANEL * i)
@@ -62,8 +66,8 @@ class _Axis:
         at = (math.log10(max(seconds, 1e-9)) - self._low) / (self._high - self._low)
         return LEFT + min(max(at, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
-    def decades(self) -> list[float]:
-        return [10.0**e for e in range(math.ceil(self._low), math.floor(self._high) + 1)]
+    def ticks(self) -> list[float]:
+        return [t for t in TICKS_S if 10**self._low <= t <= 10**self._high]
 
 
 def _range(sections: Sequence[Section], weights: Mapping[str, Sequence[Weight]]) -> tuple[float, float]:
@@ -88,10 +92,10 @@ def _panel(section: Section, weights: Sequence[Weight], axis: _Axis, top: float)
         f'<g><text class="h" x="{LEFT}" y="{top + 16:.1f}">{escape(section.name)}</text>',
         f'<text class="n" x="{LEFT + 9 * len(section.name) + 14:.1f}" y="{top + 16:.1f}">{escape(told)}</text>',
     ]
-    for at_s in axis.decades():
+    for at_s in axis.ticks():
         x = axis.x(at_s)
         parts.append(f'<line class="grid" x1="{x:.1f}" y1="{top + 60:.1f}" x2="{x:.1f}" y2="{base:.1f}"/>')
-        parts.append(f'<text class="n" x="{x:.1f}" y="{base + 24:.1f}" text-anchor="middle">{_decade(at_s)}</text>')
+        parts.append(f'<text class="n" x="{x:.1f}" y="{base + 24:.1f}" text-anchor="middle">{_tick(at_s)}</text>')
     parts += _bars(section, axis, base)
     for low_s, high_s, _ in s.first.histogram.buckets():
         x = axis.x(math.sqrt(low_s * high_s))
@@ -102,16 +106,16 @@ def _panel(section: Section, weights: Sequence[Weight], axis: _Axis, top: float)
 
 def _bars(section: Section, axis: _Axis, base: float) -> list[str]:
     """Heights by the logarithm of the count, so that one slow pass among a million is seen."""
-    bars: dict[float, tuple[float, float]] = {}
-    for low_s, _, weight in section.statistics.durations.histogram.buckets():
-        place = math.floor(math.log2(low_s * 1.0001) * 16 / MERGED)
-        start_s, count = bars.get(place, (low_s, 0.0))
-        bars[place] = (min(start_s, low_s), count + weight)
-    most = max((count for _, count in bars.values()), default=1.0)
+    bars: dict[int, float] = {}
+    for low_s, high_s, weight in section.statistics.durations.histogram.buckets():
+        place = math.floor(math.log2(math.sqrt(low_s * high_s)) * BUCKETS_PER_OCTAVE / MERGED)
+        bars[place] = bars.get(place, 0.0) + weight
+    most = max(bars.values(), default=1.0)
     full = math.log1p(max(most, 9.0))
     parts = []
-    for start_s, count in bars.values():
-        x, end = axis.x(start_s), axis.x(start_s * 2 ** (MERGED / 16))
+    for place, count in bars.items():
+        start_s = 2 ** (place * MERGED / BUCKETS_PER_OCTAVE)
+        x, end = axis.x(start_s), axis.x(start_s * 2 ** (MERGED / BUCKETS_PER_OCTAVE))
         high = max(3.0, BARS * 0.86 * math.log1p(count) / full)
         tip = f"from {duration(start_s)}: {count:.0f}"
         parts.append(
@@ -136,25 +140,25 @@ def _lines(section: Section, weights: Sequence[Weight], axis: _Axis, top: float,
     same: dict[tuple[str, float], list[str]] = {}
     for kind, seconds, name in marks:
         same.setdefault((kind, round(seconds, 3)), []).append(name)
-    rows = [-math.inf, -math.inf]
-    parts = []
+    rows = [-math.inf] * ROWS  # where each ends
+    lines, labels = [], []
     for (kind, seconds), names in sorted(same.items(), key=lambda item: item[0][1]):
         x = axis.x(seconds)
         label = f"{' = '.join(names)} {duration(seconds)}"
         half = LABEL_PX * len(label) / 2
         middle = min(max(x, LEFT + half), WIDTH - RIGHT - half)
-        row = next((i for i, end in enumerate(rows) if middle - half > end + 4), None)
-        if row is None:
-            row = min(range(len(rows)), key=lambda i: rows[i])
-            middle = max(middle, rows[row] + half + 6)
+        row = next((i for i, end in enumerate(rows) if middle - half > end + 4), ROWS - 1)
         rows[row] = middle + half
-        y = top + 13 * row
-        parts.append(f'<line class="{kind}" x1="{x:.1f}" y1="{y + 4:.1f}" x2="{x:.1f}" y2="{base:.1f}"/>')
-        parts.append(f'<text class="{kind}" x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(label)}</text>')
-    return parts
+        y = top + 12 * row
+        lines.append(f'<line class="{kind}" x1="{x:.1f}" y1="{y + 4:.1f}" x2="{x:.1f}" y2="{base:.1f}"/>')
+        labels.append(
+            f'<text class="{kind} on" x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(label)}</text>'
+        )
+    return [*lines, *labels]
 
 
-def _decade(seconds: float) -> str:
-    if seconds >= 1:
-        return duration(seconds) if seconds >= 60 else f"{seconds:g}s"
-    return f"{seconds * 1e3:g}ms" if seconds >= 1e-3 else f"{seconds * 1e6:g}µs"
+def _tick(seconds: float) -> str:
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"), (1e-3, "ms")):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:g}{unit}"
+    return f"{seconds * 1e6:g}µs"

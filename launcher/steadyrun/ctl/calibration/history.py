@@ -125,7 +125,9 @@ def write_timeouts(path: Path, data: Mapping[str, Any]) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        # One key a line: the limits can be read and edited, the statistics stay out of the way.
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as e:
         temporary.unlink(missing_ok=True)

@@ -2,9 +2,12 @@
 
 A *pass* is one pass of a section by the job: the longest of the ranks' durations, joined by their order in an attempt.
 The section ``step`` is the script's own where it opens one; else it is the time between two steps outside of sections,
-which is what the watchdog limits then. ``out_of_section`` is that time for scripts that open sections of their own. The
-journal does not say which step a section was in, so each pass is sought in the step that fits it best; sections may be
-nested, so only the longest in a step is taken off. Both can only make that time too long.
+which is what the watchdog limits then. ``out_of_section`` is that time for scripts that open sections of their own.
+
+The journal says neither which step a section was in, nor in which thread. So a pass that comes now and then (a save, an
+evaluation) is sought in the step that fits it best; of what comes with each step only ``step`` itself is taken off, as
+the rest may be another thread's. Sections may be nested, so only the longest in a step counts. Where this is wrong, the
+time outside, and with it the limit, is rather too long.
 
 Left out is the last pass of each section in an attempt that was stopped, as the stop may have cut or a hang drawn it.
 """
@@ -229,11 +232,12 @@ class _Reader:
                 mine.held[name] = Pass(attempt, name, i, seconds, rank, steps.newest, is_first)
         index = mine.steps_seen + steps.unread_steps
         mine.steps_seen = index + len(steps.times_s)
-        for i, (whole_s, outside_s) in enumerate(zip(steps.times_s, _outside_s(mine, steps), strict=True)):
+        taken_off_s, inside_s = _inside_s(mine, steps)
+        for i, (whole_s, off_s) in enumerate(zip(steps.times_s, taken_off_s, strict=True)):
             step = None if steps.newest is None else steps.newest - len(steps.times_s) + 1 + i
-            _join(notes, Pass(attempt, OUT_OF_SECTION, index + i, outside_s, rank, step))
-            mine.steps_s += whole_s
-            mine.inside_s += whole_s - outside_s
+            _join(notes, Pass(attempt, OUT_OF_SECTION, index + i, max(0.0, whole_s - off_s), rank, step))
+        mine.steps_s += sum(steps.times_s)
+        mine.inside_s += sum(inside_s)
         mine.note_record(at_s, len(steps.times_s))
 
     def result(self, name: str) -> RunPasses:
@@ -330,23 +334,27 @@ def _number(value: Any) -> float:
 
 
 # -- steps outside of sections -----------------------------------------------------------------------------------------
-def _outside_s(rank: _Rank, steps: _Steps) -> list[float]:
-    """Of each step of the record the time in no section: at least what it was."""
+def _inside_s(rank: _Rank, steps: _Steps) -> tuple[list[float], list[float]]:
+    """Of each step of the record the time in sections: what is safe to take off, and what it seems to be."""
     times_s = steps.times_s
-    inside_s = [0.0] * len(times_s)
+    safe_s = [0.0] * len(times_s)
+    all_s = [0.0] * len(times_s)
     left: dict[str, list[float]] = {}
     for name in {*steps.sections, *rank.unmatched} - {SETUP, TEARDOWN}:
         durations_s = steps.sections.get(name, [])
-        if len(durations_s) >= _LOOP_SHARE * len(times_s) > 0 and len(durations_s) > 1:
+        comes_with_steps = len(durations_s) >= _LOOP_SHARE * len(times_s) > 0 and len(durations_s) > 1
+        if comes_with_steps:
             found = _matched_in_order(times_s, durations_s)
         else:
-            found, left[name] = _matched_by_fit(times_s, [*rank.unmatched.get(name, ()), *durations_s])
-            # Only what ended in this record can belong to a step that ends in the next; what ended together with the
-            # set-up was probably in it.
-            left[name] = [s for s in left[name] if s in durations_s and SETUP not in steps.sections]
-        inside_s = [max(pair) for pair in zip(inside_s, found, strict=True)]
+            found, rest = _matched_by_fit(times_s, [*rank.unmatched.get(name, ()), *durations_s])
+            # What ended in this record may belong to a step that ends in the next one, but not in one after that; what
+            # ended together with the set-up was probably in it.
+            left[name] = [s for s in rest if s in durations_s and SETUP not in steps.sections]
+        if not comes_with_steps or name == STEP:
+            safe_s = [max(pair) for pair in zip(safe_s, found, strict=True)]
+        all_s = [max(pair) for pair in zip(all_s, found, strict=True)]
     rank.unmatched = left
-    return [max(0.0, t - i) for t, i in zip(times_s, inside_s, strict=True)]
+    return safe_s, all_s
 
 
 def _matched_in_order(times_s: Sequence[float], durations_s: Sequence[float]) -> list[float]:
