@@ -63,12 +63,8 @@ class Stop:
 
     @property
     def since_ns(self) -> int | None:
-        times = [c.at_ns for r, c in self.calls.items() if c.at_ns is not None and (not self.waiters or r in self._set)]
-        return min(times, default=None)
-
-    @property
-    def _set(self) -> set[int]:
-        return set(self.waiters)
+        waiting = set(self.waiters) or self.calls
+        return min((c.at_ns for r, c in self.calls.items() if c.at_ns is not None and r in waiting), default=None)
 
     @property
     def members(self) -> tuple[int, ...]:
