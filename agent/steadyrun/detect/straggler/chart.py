@@ -34,6 +34,7 @@ CLIP: Final = 1.5  # of one residual, in the mean: a step of fifty times its len
 SPIKE_AT_REST: Final = 1.5  # what one step adds at most: this and the reference, where noise is large
 MOST: Final = 3.0  # and this where it is small
 EXTRA: Final = 0.1  # more of the least steps where noise is large: noise helps a burst over the threshold
+LESS_LEAK: Final = 1.12  # by each unit of the reference: where that is large, noise alone seldom adds anything
 LEAST_LEAK: Final = 0.9  # of evidence per step without an effect: a fault in 10 of 30 steps still adds up
 STRONGEST: Final = 0.8  # autocorrelation that is believed
 PENDING: Final = 0.3  # of the threshold: somebody may be slow
@@ -211,7 +212,7 @@ class Chart:
         config = self.config
         self.reference = np.maximum(config.least_reference, config.effect / 2 / self.scale)
         self.spike = np.minimum(SPIKE_AT_REST + self.reference, MOST)
-        self.leak = np.clip(3 - self.reference, LEAST_LEAK, 3.0)
+        self.leak = np.maximum(MOST - LESS_LEAK * self.reference, LEAST_LEAK)
         self.height = np.maximum(
             self._heights(self.reference), self._least * self.spike * (1 + EXTRA * (MOST - self.spike))
         )
