@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from steadyrun.core.flight import OpState
 from steadyrun.detect.waits.records import WaitReason
 from steadyrun.detect.waits.signature import ROOTED, op_family
-from steadyrun.detect.waits.world import MAIN, Call, Group, Standing, World
+from steadyrun.detect.waits.world import MAIN, Call, Group, Standing, World, ends_of
 
 __all__ = ["Graph", "Lack", "Stop", "build_graph"]
 
+MAX_STOPS = 128
 MAX_GUESSED = 64  # ranks among which members of a group that nobody describes are looked for
 
 
@@ -38,6 +39,7 @@ class Stop:
         lacks: members that are not there.
         done_on, failed_on: members on which it ended.
         is_paired: for sends and receives: the two sides were counted from the group's first.
+        is_left_out: one of too many different ones in a group to look for its members.
     """
 
     node: int
@@ -51,6 +53,8 @@ class Stop:
     done_on: list[int] = field(default_factory=list)
     failed_on: list[int] = field(default_factory=list)
     is_paired: bool = True
+    is_left_out: bool = False
+    cached: Call | None = None
 
     @property
     def is_p2p(self) -> bool:
@@ -59,7 +63,9 @@ class Stop:
     @property
     def first(self) -> Call:
         """The call of the lowest rank that waits in it, else of the lowest that has called it."""
-        return self.calls[min(self.waiters or self.calls)]
+        if self.cached is None:
+            self.cached = self.calls[min(self.waiters or self.calls)]
+        return self.cached
 
     @property
     def since_ns(self) -> int | None:
@@ -186,7 +192,10 @@ def build_graph(world: World) -> Graph:
             if is_head:
                 graph.heads[(rank, call.stream)] = stop
                 stop.waiters.append(rank)
+    _leave_out(graph)
     for stop in graph.stops:
+        if stop.is_left_out:
+            continue
         (_lacks_of_pair if stop.src is not None else _lacks)(graph, stop)
     _guess_members(graph)
     _find_lagging(graph)
@@ -241,16 +250,27 @@ def _pair_of(world: World, call: Call) -> tuple[int, int, int, bool, dict[int, C
 
 
 def _flows_of(world: World, call: Call) -> Iterator[tuple[tuple[int, int, int], tuple[list[Call], list[Call]]]]:
-    src, dst = call.op.src, call.op.dst
+    src, dst = ends_of(call)
     if src is None or dst is None:
-        others = [r for r in call.group.members if r != call.rank]
-        if len(others) != 1:
-            return
-        src, dst = (call.rank, others[0]) if "send" in call.op.name.lower() else (others[0], call.rank)
+        return
     key = (call.group.index, src, dst)
     flow = world.flows.get(key)
     if flow is not None and any(c is call for side in flow for c in side):
         yield key, flow
+
+
+def _leave_out(graph: Graph) -> None:
+    """Keeps the work within bounds where a large group's members stand in very many different operations, which only
+    damaged records show."""
+    of_group: dict[int, list[Stop]] = {}
+    for stop in graph.stops:
+        if stop.src is None:
+            of_group.setdefault(stop.group.index, []).append(stop)
+    for stops in of_group.values():
+        if len(stops) > MAX_STOPS and len(stops[0].group.members) > MAX_STOPS:
+            stops.sort(key=lambda s: (-len(s.waiters), s.seq))
+            for stop in stops[MAX_STOPS:]:
+                stop.is_left_out = True
 
 
 # -- who is not there --------------------------------------------------------------------------------------------------
@@ -319,7 +339,7 @@ def _guess_members(graph: Graph) -> None:
         return
     idle = [r for r in world.flights if r not in world.open]
     for stop in graph.stops:
-        if not stop.group.is_inferred or stop.lacks or stop.done_on or stop.failed_on:
+        if not stop.group.is_inferred or stop.is_left_out or stop.lacks or stop.done_on or stop.failed_on:
             continue
         outside = [r for r in idle if r not in stop.group.records]
         others = outside or [r for r in world.flights if r not in stop.group.records]

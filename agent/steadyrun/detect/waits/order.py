@@ -10,7 +10,7 @@ from typing import Final
 from steadyrun.core.classes import FaultClass
 from steadyrun.detect.waits.graph import Graph, Stop
 from steadyrun.detect.waits.root import Root
-from steadyrun.detect.waits.world import MAIN, Call, Group, Standing
+from steadyrun.detect.waits.world import MAIN, Call, Group, Standing, ends_of
 
 __all__ = ["disordered", "hosts_behind"]
 
@@ -26,12 +26,15 @@ def disordered(graph: Graph) -> list[Root]:
     The fewer are odd; where both are as many, groups of the same kind decide, and if they do not, nothing is said here.
     """
     like = _Like(graph)
+    standing: dict[int, list[Call]] = {}
     found: dict[tuple[Stop, _Key], list[int]] = {}
     for earlier in graph.stops:
-        if earlier.is_p2p or not earlier.waiters or earlier.first.stream != MAIN:
+        if earlier.is_p2p or earlier.first.stream != MAIN:
             continue
         for rank in earlier.lacks:
-            for call in _stands_in(graph, rank):
+            if rank not in standing:
+                standing[rank] = _stands_in(graph, rank)
+            for call in standing[rank]:
                 if call.group is not earlier.group and not _is_before(graph, rank, earlier, call):
                     found.setdefault((earlier, like.key(call)), []).append(rank)
     proofs: dict[tuple[int, ...], list[_Proof]] = {}
@@ -64,16 +67,17 @@ class _Like:
         self._pairs: dict[_Key, dict[int, Call]] = {}
         for calls in graph.world.open.values():
             for call in calls:
-                if call.op.is_p2p and call.op.src in call.group.members and call.op.dst in call.group.members:
+                if call.op.is_p2p:
                     self._pairs.setdefault(self.key(call), {}).setdefault(call.rank, call)
 
     def key(self, call: Call) -> _Key:
         if not call.op.is_p2p:
             return (call.group.index, call.op.seq)
-        members, src, dst = call.group.members, call.op.src, call.op.dst
-        if src not in members or dst not in members:
+        src, dst = ends_of(call)
+        places = call.group.place_of(src), call.group.place_of(dst)
+        if None in places:
             return ("alone", call.rank, call.place)
-        return (call.group.kind, members.index(src), members.index(dst), src == call.rank)
+        return (call.group.kind, *places, src == call.rank)
 
     def calls(self, key: _Key) -> Mapping[int, Call]:
         if isinstance(key[0], int) and isinstance(key[1], int):

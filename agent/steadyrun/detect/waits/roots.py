@@ -236,7 +236,14 @@ def _arrived(graph: Graph) -> list[Root]:
     """Everybody stands in it and it does not end."""
     roots: dict[tuple[object, ...], Root] = {}
     for stop in graph.stops:
-        if not stop.waiters or stop.lacks or stop.done_on or stop.failed_on or _not_started(graph, stop):
+        if (
+            not stop.waiters
+            or stop.is_left_out
+            or stop.lacks
+            or stop.done_on
+            or stop.failed_on
+            or _not_started(graph, stop)
+        ):
             continue
         if stop.is_p2p and stop.src is None:
             continue
@@ -435,8 +442,9 @@ def _did_not_come(graph: Graph, stop: Stop) -> int | None:
     head = graph.heads.get((peer, MAIN))
     if head is None or head.is_p2p:
         return None
-    src, dst = group.members.index(stop.src), group.members.index(stop.dst)
-    own = group.members.index(peer)
+    src, dst, own = (group.place_of(r) for r in (stop.src, stop.dst, peer))
+    if src is None or dst is None or own is None:
+        return None
     had = had_not = 0
     for sibling in world.groups:
         if sibling is group or sibling.kind != group.kind:
@@ -610,7 +618,7 @@ def _by_windows(
         in_absent = any(rank in r.ranks for r in absent)
         if not (in_ring or in_absent) or len(found) > 2:
             continue
-        awaited = any(s.group is group and rank in s.lacks and rank not in s.calls and s.waiters for s in graph.stops)
+        awaited = any(s.group is group and rank in s.lacks and rank not in s.calls for s in graph.stops)
         cls = FaultClass.SKIPPED_COLLECTIVE if awaited else FaultClass.EXTRA_COLLECTIVE
         stop = _stop_in(graph, group)
         roots.append(Root(cls, (rank,), 0.6, stop, tuple(graph.rank_nodes(rank)), False, window=(group, window)))

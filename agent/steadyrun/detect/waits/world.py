@@ -11,7 +11,7 @@ from typing import Final
 from steadyrun.core.flight import FlightGroup, FlightOp, FlowCount, OpState, RankFlight
 from steadyrun.detect.waits.records import RankState
 
-__all__ = ["MAIN", "Call", "Group", "Standing", "World", "read_world"]
+__all__ = ["MAIN", "Call", "Group", "Standing", "World", "ends_of", "read_world"]
 
 MAIN: Final = ""  # the stream of the main thread and of what it starts on the device
 DEFAULT_DESC: Final = "default_pg"
@@ -67,10 +67,17 @@ class Group:
     issued: dict[int, int] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
     sends: bool = False
+    places: dict[int, int] = field(default_factory=dict)
 
     @property
     def is_host(self) -> bool:
         return self.backend in ("gloo", "mpi")
+
+    def place_of(self, rank: int | None) -> int | None:
+        """The rank's number in the group, which torch calls the group rank."""
+        if not self.places:
+            self.places.update((r, i) for i, r in enumerate(self.members))
+        return self.places.get(rank) if rank is not None else None
 
     @property
     def kind(self) -> tuple[str, int]:
@@ -252,7 +259,7 @@ def _read_calls(world: World, local: Mapping[int, list[Group]]) -> None:
                     group.kept[rank] = max(group.kept.get(rank, -1), op.seq)
                 continue
             group.sends = True
-            src, dst = _ends(call)
+            src, dst = ends_of(call)
             if src is not None and dst is not None:
                 sends, receives = world.flows.setdefault((group.index, src, dst), ([], []))
                 (sends if src == rank else receives).append(call)
@@ -265,16 +272,16 @@ def _read_calls(world: World, local: Mapping[int, list[Group]]) -> None:
         receives.sort(key=lambda c: c.op.seq)
 
 
-def _ends(call: Call) -> tuple[int | None, int | None]:
+def ends_of(call: Call) -> tuple[int | None, int | None]:
     """(src, dst); in a group of two the other one is known even if the record does not say."""
-    src, dst = call.op.src, call.op.dst
+    src, dst, members = call.op.src, call.op.dst, call.group.members
     name = call.op.name.lower()
-    others = [r for r in call.group.members if r != call.rank] if not call.group.is_inferred else []
-    if len(others) == 1 and call.rank in call.group.members:
+    if len(members) == 2 and call.rank in members and not call.group.is_inferred:
+        other = members[0] if members[1] == call.rank else members[1]
         if "send" in name:
-            src, dst = call.rank, others[0] if dst is None else dst
+            src, dst = call.rank, other if dst is None else dst
         elif "recv" in name:
-            src, dst = others[0] if src is None else src, call.rank
+            src, dst = other if src is None else src, call.rank
     return (src, dst) if call.rank in (src, dst) else (None, None)
 
 
@@ -318,13 +325,14 @@ def _counters(flight: RankFlight, groups: list[Group]) -> Iterator[tuple[int, in
     """
     known = dict(flight.pg_ids)
     numbered = sorted((int(g.name), i) for i, g in enumerate(flight.groups) if g.name.isdecimal())
-    ids = sorted(s.pg_id for s in flight.status)
-    if len(numbered) == len(flight.groups) == len(ids):
+    times = Counter(s.pg_id for s in flight.status)  # each recorder numbers its groups from 0
+    ids = sorted(times)
+    if len(numbered) == len(flight.groups) == len(flight.status) == len(ids):
         aligned = {pg_id: index for pg_id, (_, index) in zip(ids, numbered, strict=True)}
         if all(aligned.get(pg_id, index) == index for pg_id, index in known.items()):
             known = aligned
     for status in flight.status:
-        if status.pg_id in known and status.enqueued >= 0:
+        if status.pg_id in known and status.enqueued >= 0 and times[status.pg_id] == 1:
             yield groups[known[status.pg_id]].index, status.enqueued
 
 
