@@ -15,7 +15,7 @@ from steadyrun.core.errors import ConfigError
 from steadyrun.core.journal import read_journal
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.ctl.calibration.drawing import limits_svg
-from steadyrun.ctl.calibration.history import flags_of, history_in, is_written, timeouts_json, write_timeouts
+from steadyrun.ctl.calibration.history import Earlier, earlier_in, flags_of, is_written, timeouts_json, write_timeouts
 from steadyrun.ctl.calibration.passes import RunPasses, add_to, read_passes
 from steadyrun.ctl.calibration.patternlogs import LogReading, read_logs, with_checked_groups
 from steadyrun.ctl.calibration.replay import limit_s
@@ -97,11 +97,10 @@ class Calibration:
     """All that is told of it."""
 
     runs: Sequence[RunPasses]
-    history: History
+    earlier: Earlier
     world_size: int
     configuration: str
     costs: Costs
-    restarts_measured: int
     sections: Sequence[Section]
     weights: Mapping[str, Sequence[Weight]]
     current: Limits
@@ -130,7 +129,7 @@ def run_calibrate(args: argparse.Namespace, console: Console) -> int:
     written = None
     if not args.dry_run:
         written = _target(args, found.folder)
-        write_timeouts(written, timeouts_json(found.sections, found.history, found.costs, time.time()))
+        write_timeouts(written, timeouts_json(found.sections, found.earlier, found.costs, time.time()))
     if args.json:
         console.json(_to_json(found, written))
     else:
@@ -141,7 +140,8 @@ def run_calibrate(args: argparse.Namespace, console: Console) -> int:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def _calibrate(args: argparse.Namespace) -> Calibration:
-    history, runs, folder, notes = _read(args)
+    earlier, runs, folder, notes = _read(args)
+    history = earlier.history
     world_size, configuration = _which(history, runs, args.world_size)
     chosen = sorted(history.of_world(world_size, configuration), key=_place)
     mine = [_only(run, world_size) for run in runs if run.configuration == configuration]
@@ -149,8 +149,7 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
     if others:
         sizes = ", ".join(map(str, others))
         notes.append(f"also seen with {sizes} ranks, which is kept apart; --world-size N shows it")
-    restarts_s = [s for run in runs for s in run.restarts_s]
-    costs = _costs(args, restarts_s)
+    costs = _costs(args, earlier)
     is_marked = bool({s.key.section for s in chosen} - {SETUP, STEP, OUT_OF_SECTION}) or any(
         run.has_own_step for run in mine
     )
@@ -172,11 +171,10 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
     outside_s = sum(a.outside_s for run in mine for a in run.attempts)
     return Calibration(
         runs=mine,
-        history=history,
+        earlier=earlier,
         world_size=world_size,
         configuration=configuration,
         costs=costs,
-        restarts_measured=0 if args.restart_cost is not None else len(restarts_s),
         sections=sections,
         weights=weigh(sections, mine, current),
         current=current,
@@ -188,11 +186,12 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
     )
 
 
-def _read(args: argparse.Namespace) -> tuple[History, list[RunPasses], RunFolder | None, list[str]]:
-    """(Statistics, the runs whose passes are known, the newest run's folder, notes)."""
+def _read(args: argparse.Namespace) -> tuple[Earlier, list[RunPasses], RunFolder | None, list[str]]:
+    """(All that was ever counted, the runs whose passes are known, the newest run's folder, notes)."""
     if bool(args.logs) != bool(args.pattern):
         raise ConfigError("--logs and --pattern go together: which files, and what to look for in their lines")
     history = History()
+    restarts, restarts_s = 0, 0.0
     notes: list[str] = []
     given = args.runs or ([None] if not args.logs else [])
     files = [Path(r) for r in given if r is not None and Path(r).is_file()]
@@ -200,26 +199,33 @@ def _read(args: argparse.Namespace) -> tuple[History, list[RunPasses], RunFolder
     if args.output is not None and Path(args.output) not in files:
         files.insert(0, Path(args.output))
     for file in files:
-        earlier = history_in(file, is_strict=args.output is None or file != Path(args.output))
+        earlier = earlier_in(file, is_strict=args.output is None or file != Path(args.output))
         if earlier is not None:
-            history = history.merged(earlier)
+            history = history.merged(earlier.history)
+            restarts, restarts_s = restarts + earlier.restarts, restarts_s + earlier.restarts * earlier.restart_s
     runs = [_read_run(f) for f in folders.values()]
     runs.sort(key=lambda run: (run.started_at_unix_s, run.name))
     again = [run.name for run in runs if run.name in history.runs]
     if again:
         notes.append(f"{len(again)} of the runs had been counted before, and were not again")
+    unknown = [name for name in history.runs if name not in {run.name for run in runs}]
+    if unknown:
+        notes.append(
+            f"of {len(unknown)} earlier runs only statistics are known: what fired, and its cost, leaves them out"
+        )
     if args.logs:
         runs.append(_read_logs(args, notes))
     for run in runs:
         if run.name not in history.runs:
             add_to(history, run)
+            restarts, restarts_s = restarts + len(run.restarts_s), restarts_s + sum(run.restarts_s)
     if not len(history):
         where = ", ".join(str(f) for f in folders) or args.logs or "the files"
         raise NotFoundError(
             f"no durations in {where}: nothing was passed; let a job do some steps under steadyrun first"
         )
     newest = max(folders.values(), key=lambda f: f.root.name, default=None)
-    return history, runs, newest, notes
+    return Earlier(history, restarts, restarts_s / restarts if restarts else 0.0), runs, newest, notes
 
 
 def _read_run(folder: RunFolder) -> RunPasses:
@@ -279,12 +285,12 @@ def _only(run: RunPasses, world_size: int) -> RunPasses:
     return replace(run, attempts=attempts, hangs=[h for h in run.hangs if h.attempt in numbers])
 
 
-def _costs(args: argparse.Namespace, restarts_s: Sequence[float]) -> Costs:
+def _costs(args: argparse.Namespace, earlier: Earlier) -> Costs:
     values: dict[str, float] = {"hangs_per_day": args.hangs_per_day}
     if args.restart_cost is not None:
         values["restart_s"] = args.restart_cost
-    elif restarts_s:
-        values["restart_s"] = max(LEAST_RESTART_S, sum(restarts_s) / len(restarts_s))
+    elif earlier.restarts:
+        values["restart_s"] = max(LEAST_RESTART_S, earlier.restart_s)
     if args.cap is not None:
         values["cap_s"] = args.cap
         values["first_cap_s"] = min(args.cap, Costs().first_cap_s)
@@ -340,13 +346,13 @@ def _write_plot(file: Path, svg: str) -> None:
 
 # -- telling -----------------------------------------------------------------------------------------------------------
 def _title(c: Calibration) -> str:
-    names = f"run {c.runs[-1].name}" if len(c.runs) == 1 else f"{len(c.history.runs)} runs"
+    names = f"run {c.runs[-1].name}" if len(c.runs) == 1 else f"{len(c.earlier.history.runs)} runs"
     return f"{names}, {c.world_size} ranks, {duration(c.observed_s)} of training"
 
 
 def _story(c: Calibration, written: Path | None, args: argparse.Namespace, console: Console) -> list[str]:
     lines = [console.styled("limits from observed times", "bold") + f"  {plain(_title(c))}"]
-    lines += console.wrapped(_costs_text(c))
+    lines += console.wrapped(_costs_text(c, args))
     lines += _heading("seen", console)
     lines += _seen(c, console)
     lines += _heading("limits", console)
@@ -369,14 +375,21 @@ def _story(c: Calibration, written: Path | None, args: argparse.Namespace, conso
     return lines
 
 
-def _costs_text(c: Calibration) -> str:
-    measured = f"measured {c.restarts_measured} times" if c.restarts_measured else "assumed"
+def _costs_text(c: Calibration, args: argparse.Namespace) -> str:
+    n = c.earlier.restarts
+    source = "given" if args.restart_cost is not None else "assumed" if not n else f"measured {_times(n)}"
+    per_day = c.costs.hangs_per_day
+    expected = "1 hang a day is expected" if per_day == 1 else f"{per_day:g} hangs a day are expected"
     hangs = sum(len(run.hangs) for run in c.runs)
     had = f"; these runs had {hangs}" if hangs else ""
     return (
-        f"A restart costs {duration(c.costs.restart_s)} ({measured}), {c.costs.hangs_per_day:g} hangs a day are "
-        f"expected{had}. A pass is one of the job: the slowest rank's."
+        f"A restart costs {duration(c.costs.restart_s)} ({source}), {expected}{had}. A pass is one of the job: the "
+        "slowest rank's."
     )
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else "twice" if n == 2 else f"{n} times"
 
 
 def _seen(c: Calibration, console: Console) -> list[str]:
@@ -519,12 +532,12 @@ def _to_json(c: Calibration, written: Path | None) -> dict[str, Any]:
     return {
         "schema": CALIBRATION_SCHEMA,
         "runs": [run.name for run in c.runs],
-        "runs_counted": list(c.history.runs),
+        "runs_counted": list(c.earlier.history.runs),
         "world_size": c.world_size,
         "configuration": c.configuration,
         "observed_s": round(c.observed_s, 3),
         "restart_s": c.costs.restart_s,
-        "restarts_measured": c.restarts_measured,
+        "restarts_measured": c.earlier.restarts,
         "hangs_per_day": c.costs.hangs_per_day,
         "hangs_seen": [h for run in c.runs for h in run.hangs],
         "outside_sections_share": c.outside_share,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from steadyrun.launcher.limits import TIMEOUTS_SCHEMA
 from steadyrun.node.machine.events import Limits
 from steadyrun.node.machine.watchdog import CHECKPOINTING, SETUP, STEP
 
-__all__ = ["OPTION_OF", "flags_of", "history_in", "is_written", "timeouts_json", "write_timeouts"]
+__all__ = ["OPTION_OF", "Earlier", "earlier_in", "flags_of", "is_written", "timeouts_json", "write_timeouts"]
 
 # Section -> its own option. The launcher's file has the same names as keys, and a flag wins over such a key.
 OPTION_OF: Final[Mapping[str, str]] = {
@@ -27,6 +28,7 @@ OPTION_OF: Final[Mapping[str, str]] = {
     "evaluation": "--ft-evaluation-timeout",
     OUT_OF_SECTION: "--ft-out-of-section-timeout",
 }
+_RESTARTS: Final = "_restarts"
 _STATISTICS: Final = "_statistics"  # the launcher passes over keys that begin with an underscore
 
 
@@ -40,8 +42,17 @@ def is_written(section: Section) -> bool:
     return not (section.has_too_few and section.name in ONCE_A_START and section.limit.hard_s <= own_s)
 
 
-def timeouts_json(sections: Sequence[Section], history: History, costs: Costs, at_unix_s: float) -> dict[str, Any]:
-    """Limits by the launcher's keys; the rest is for people and for the next calibration."""
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier calibrations left. ``restart_s``: the mean of ``restarts`` that were measured."""
+
+    history: History
+    restarts: int = 0
+    restart_s: float = 0.0
+
+
+def timeouts_json(sections: Sequence[Section], earlier: Earlier, costs: Costs, at_unix_s: float) -> dict[str, Any]:
+    """Limits by the launcher's keys; the rest is for people and, *earlier* above all, for the next calibration."""
     key = sections[0].statistics.key
     sections = [s for s in sections if is_written(s)]
     out: dict[str, Any] = {"schema": TIMEOUTS_SCHEMA}
@@ -54,11 +65,12 @@ def timeouts_json(sections: Sequence[Section], history: History, costs: Costs, a
         "at_unix_s": round(at_unix_s, 3),
         "world_size": key.world_size,
         "configuration": key.configuration,
-        "restart_s": _rounded(costs.restart_s),
+        "restart_cost_s": _rounded(costs.restart_s),
         "hangs_per_day": costs.hangs_per_day,
         "passes": {s.name: s.statistics.durations.events + s.statistics.first.events for s in sections},
     }
-    out[_STATISTICS] = history.to_json()
+    out[_RESTARTS] = {"n": earlier.restarts, "mean_s": round(earlier.restart_s, 3)}
+    out[_STATISTICS] = earlier.history.to_json()
     return out
 
 
@@ -89,7 +101,7 @@ def _rounded(seconds: float) -> float:
     return float(round(seconds + 0.5 * 10**-digits, digits))
 
 
-def history_in(path: Path, is_strict: bool) -> History | None:
+def earlier_in(path: Path, is_strict: bool) -> Earlier | None:
     """The statistics in a file of limits or of statistics; None: there is none, or no such file.
 
     Raises:
@@ -111,9 +123,11 @@ def history_in(path: Path, is_strict: bool) -> History | None:
     told = data.get(_STATISTICS) if schema == TIMEOUTS_SCHEMA else data
     if told is None:
         return None
+    restarts = data.get(_RESTARTS)
+    restarts = restarts if isinstance(restarts, dict) else {}
     try:
-        return History.from_json(told)
-    except ValueError as e:
+        return Earlier(History.from_json(told), int(restarts.get("n", 0)), float(restarts.get("mean_s", 0.0)))
+    except (TypeError, ValueError) as e:
         raise ConfigError(f"{path} holds statistics that cannot be read: {e}") from e
 
 
