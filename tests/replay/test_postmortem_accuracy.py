@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steadyrun.collectors.flight.folder import load_folder
+from steadyrun.core.flight import FlightGroup, FlightOp, RankFlight, flight_from_json
 from steadyrun.detect.waits import judge_flights
 from steadyrun.detect.waits.records import RankState
 from steadyrun.testing.flightsim import FaultKind, FlightSet, Named, Score, drawn_set, score
@@ -82,6 +86,31 @@ def test_dumps_of_active_entries_alone_are_enough(tmp_path: Path) -> None:
     kinds = tuple(k for k in PAIRED if k not in (FaultKind.SKIP, FaultKind.EXTRA))
     exact, _, stories = check(16, kinds, 1, range(8), tmp_path, active_only=True)
     assert exact >= 7, "\n".join(stories)
+
+
+def test_ranks_of_one_group_hold_its_members_once() -> None:
+    # Each of 4,096 ranks names all others in three groups: apart they would take 0.6 GB.
+    text = '{"rank": %d, "groups": [{"name": "0", "desc": "default_pg", "ranks": "0-4095"}]}'
+    flights = [flight_from_json(json.loads(text % rank)) for rank in range(2)]
+    assert flights[0].groups[0].ranks is flights[1].groups[0].ranks
+    assert len(flights[0].groups[0].ranks) == 4096
+
+
+def test_the_judgement_stays_linear_in_the_ranks() -> None:
+    def judge_s(world: int) -> float:
+        members = tuple(range(world))
+        group = FlightGroup("0", "default_pg", members, "nccl", first_seq=1, issued_seq=7, done_seq=6)
+        op = FlightOp(0, 7, "all_reduce", created_ns=1_000, site="train.py:88 in step")
+        idle = RankFlight(0, (replace(group, issued_seq=6),), recorders=("nccl",), entries=6)
+        flights = {r: replace(idle, rank=r, groups=(group,), ops=(op,)) if r else idle for r in members}
+        began_s = time.process_time()
+        judgement = judge_flights(flights, world)
+        took_s = time.process_time() - began_s
+        assert [(f.finding.cls.value, f.finding.ranks) for f in judgement.findings] == [("host_stall", (0,))]
+        return took_s
+
+    small_s = min(judge_s(1024) for _ in range(3))
+    assert judge_s(8192) < 30 * max(small_s, 0.005)  # eight times as many; with their square it would be 64 times
 
 
 @pytest.mark.slow
