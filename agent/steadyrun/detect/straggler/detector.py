@@ -241,7 +241,9 @@ class Detector:
         if due:
             out += self._node_alarms(step, due)
             for rank in due:
-                if (AlarmKind.RANK, rank) not in self._open and not self._waits_for_node(rank, step):
+                if (AlarmKind.RANK, rank) in self._open or self._joins_node(rank, step):
+                    continue
+                if not self._waits_for_node(rank, step):
                     out.append(self._raise_rank(rank, step))
         out += self._probe_alarms(step)
         out += self._group_alarms(step)
@@ -263,6 +265,15 @@ class Detector:
             return False
         following = sum(1 for r in ranks if self._share_of_evidence(r) > ABOUT_TO)
         return following >= max(2, self.config.node_share * len(ranks))
+
+    def _joins_node(self, rank: int, step: int) -> bool:
+        """Its node is under alarm: it becomes one more of that alarm's ranks, and no alarm of its own is given out."""
+        found = self._open.get((AlarmKind.NODE, self._node_of.get(rank)))
+        if found is None:
+            return False
+        self._raise_rank(rank, step)
+        found.alarm = replace(found.alarm, ranks=tuple(sorted({*found.alarm.ranks, rank})))
+        return True
 
     def _rivals_on_node(self, rank: int) -> list[int]:
         """Ranks of its node, where there is more than one node to compare."""

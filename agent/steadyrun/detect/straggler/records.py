@@ -122,9 +122,10 @@ class Alarm:
     over_step: int | None = None
 
     @property
-    def key(self) -> tuple[AlarmKind, tuple[int, ...], str | None, int]:
+    def key(self) -> tuple[AlarmKind, str, int]:
         """The same for one alarm while it lasts, whatever its figures become."""
-        return (self.kind, self.ranks, self.group, self.step)
+        who = {AlarmKind.NODE: self.node, AlarmKind.GROUP: self.group}.get(self.kind)
+        return (self.kind, who or ",".join(map(str, self.ranks)), self.step)
 
     def to_json(self) -> dict[str, Any]:
         """As the journal and reports hold it."""

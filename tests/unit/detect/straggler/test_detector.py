@@ -156,6 +156,19 @@ def test_a_node_is_named_when_half_of_its_ranks_are_slow() -> None:
     assert alarm.impact > 0.05
 
 
+def test_a_further_rank_of_a_slow_node_joins_its_alarm() -> None:
+    def node(step: int, parts: dict[str, Floats], cpu: Floats) -> None:
+        for rank, first in ((4, ONSET), (5, ONSET), (6, ONSET + 40)):
+            if step >= first:
+                parts["backward"][rank] *= 1.2
+
+    detector = Detector(QUICK, None, 16, nodes={r: f"host{r // 4}" for r in range(16)})
+    alarms = Job(ranks=16).run(detector, 160, node)
+    assert accusations(alarms) == [(AlarmKind.NODE, (4, 5))]
+    [alarm] = detector.open_alarms()
+    assert (alarm.ranks, alarm.key) == ((4, 5, 6), alarms[0].key)
+
+
 def test_one_slow_rank_of_a_node_is_a_rank() -> None:
     detector = Detector(QUICK, None, 16, nodes={r: f"host{r // 4}" for r in range(16)})
     alarms = Job(ranks=16).run(detector, 120, slower(5, ["backward"], 0.2))
