@@ -21,6 +21,7 @@ __all__ = ["find_roots"]
 
 IN_FLIGHT: Final = FaultClass.IN_FLIGHT_NETWORK
 MAX_SHIFT_GROUPS: Final = 12
+MAX_LONELY_GROUPS: Final = 8
 MAX_WITNESSES: Final = 64
 
 
@@ -562,7 +563,10 @@ def _shifts(
     roots = []
     seen: set[tuple[int, ...]] = set()
     order = sorted(suspects, key=lambda g: (g not in windows, len(world.groups[g].members)))
-    for index in order[:MAX_SHIFT_GROUPS]:
+    lonely = _lonely(graph)
+    order = order[:MAX_SHIFT_GROUPS] + [g for g in lonely if g not in suspects][:MAX_LONELY_GROUPS]
+    suspects = lonely | suspects
+    for index in order:
         group = world.groups[index]
         shift = find_shift(world, group, suspects[index], _hints(graph, group), details, windows.get(index))
         if shift is None and index in windows:
@@ -579,6 +583,23 @@ def _shifts(
         nodes = tuple(n for r in shift.ranks for n in graph.rank_nodes(r)) + ((where.node,) if where else ())
         roots.append(Root(cls, shift.ranks, confidence, where, nodes, shift=shift))
     return roots
+
+
+def _lonely(graph: Graph) -> dict[int, list[int]]:
+    """Groups in which a few stand elsewhere while the rest wait for them, or one waits alone: the fewer may have
+    skipped a call or made one more, and another fault hides the ring that this leads to. The most lopsided first."""
+    found: list[tuple[float, int, list[int]]] = []
+    for stop in graph.stops:
+        if stop.is_p2p or not stop.waiters:
+            continue
+        away = [r for r, k in stop.lacks.items() if k.is_hard and k.reason is WaitReason.QUEUED_BEHIND]
+        fewer, more = sorted((away, stop.waiters), key=len)
+        if away and len(fewer) <= max(1, len(more) // 2):
+            found.append((len(fewer) / len(more), stop.group.index, [*fewer, *more[:4]]))
+    out: dict[int, list[int]] = {}
+    for _, index, ranks in sorted(found, key=lambda f: f[:2]):
+        out.setdefault(index, ranks)
+    return out
 
 
 def _site_differs(stop: Stop) -> list[int]:

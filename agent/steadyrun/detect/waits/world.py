@@ -14,6 +14,7 @@ from steadyrun.detect.waits.records import RankState
 __all__ = ["MAIN", "Call", "Group", "Standing", "World", "ends_of", "read_world"]
 
 MAIN: Final = ""  # the stream of the main thread and of what it starts on the device
+MAX_RANKS: Final = 1 << 20  # what is beyond comes from a damaged record
 DEFAULT_DESC: Final = "default_pg"
 _MAIN_THREADS: Final = ("python", "pt_autograd", "pt_main", "mainthread")
 _SAYS_NOTHING: Final = ("", "undefined")
@@ -163,12 +164,12 @@ class World:
 
 def read_world(flights: Mapping[int, RankFlight], world_size: int, states: Mapping[int, RankState]) -> World:
     """Match groups and calls of all ranks."""
-    usable = {r: f for r, f in sorted(flights.items()) if not f.is_off}
-    world = World(world_size, usable, states)
+    flights = {r: f for r, f in sorted(flights.items()) if 0 <= r < MAX_RANKS}
+    usable = {r: f for r, f in flights.items() if not f.is_off}
+    world = World(max([0, min(world_size, MAX_RANKS), *(r + 1 for r in flights)]), usable, states)
     local = _match_groups(world)
-    size = max([world_size, *(r + 1 for r in flights), *(g.members[-1] + 1 for g in world.groups if g.members)])
-    world.size = size
-    for rank in range(size):
+    world.size = max([world.size, *(g.members[-1] + 1 for g in world.groups if g.members)])
+    for rank in range(world.size):
         if rank not in usable:
             world.unknown[rank] = "its recorder was off" if rank in flights else "it left no dump"
     _read_calls(world, local)
@@ -193,7 +194,7 @@ def _match_groups(world: World) -> dict[int, list[Group]]:
         row: list[Group | None] = []
         for record in flight.groups:
             group = None
-            if record.ranks:
+            if record.ranks and record.ranks[0] >= 0 and record.ranks[-1] < MAX_RANKS:
                 group = by_identity.get((record.name, id(record.ranks)))
                 if group is None:
                     group = by_key.get((record.name, record.ranks))
@@ -260,7 +261,7 @@ def _read_calls(world: World, local: Mapping[int, list[Group]]) -> None:
                 continue
             group.sends = True
             src, dst = ends_of(call)
-            if src is not None and dst is not None:
+            if src is not None and dst is not None and max(src, dst) < world.size:
                 sends, receives = world.flows.setdefault((group.index, src, dst), ([], []))
                 (sends if src == rank else receives).append(call)
         if open_calls:
@@ -282,7 +283,9 @@ def ends_of(call: Call) -> tuple[int | None, int | None]:
             src, dst = call.rank, other if dst is None else dst
         elif "recv" in name:
             src, dst = other if src is None else src, call.rank
-    return (src, dst) if call.rank in (src, dst) else (None, None)
+    peer = dst if src == call.rank else src
+    is_member = peer is not None and (peer >= 0 if call.group.is_inferred else call.group.place_of(peer) is not None)
+    return (src, dst) if call.rank in (src, dst) and is_member else (None, None)
 
 
 def _main_threads(world: World) -> frozenset[str]:
