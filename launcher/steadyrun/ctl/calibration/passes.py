@@ -28,6 +28,7 @@ __all__ = ["Attempt", "Hang", "Pass", "RunPasses", "add_to", "read_passes"]
 TEARDOWN: Final = "teardown"
 _OPEN_BY_THEMSELVES: Final = frozenset({SETUP, TEARDOWN, CHECKPOINTING})
 _KNOWN: Final = frozenset({SETUP, STEP, CHECKPOINTING}) | EVALUATION
+_ENDLESS: Final = float("inf")
 _LOOP_SHARE: Final = 0.5  # passes per step from which on a section counts as part of each step
 
 
@@ -134,13 +135,17 @@ class _Steps:
     counts: dict[str, int]  # passes per section, those that are left out of the lists included
 
 
+_Longest = tuple[float, int, int | None]  # seconds, rank, step
+
+
 class _Rank:
     """Follows one rank through the records of one attempt."""
 
     def __init__(self) -> None:
         self.steps_seen = 0
         self.counts: dict[str, int] = {}
-        self.held: dict[str, Pass] = {}  # the newest pass of each section: the attempt may prove to have been stopped
+        # The newest pass of each section, by its place: the attempt may prove to have been stopped in it.
+        self.held: dict[str, tuple[int, _Longest]] = {}
         self.unmatched: dict[str, list[float]] = {}
         self.record_at_s: float | None = None
         self.steps_from_s: float | None = None  # start of the newest span in which a step was done
@@ -168,7 +173,7 @@ class _AttemptNotes:
     trigger: str = ""
     suspicion: Mapping[str, Any] | None = None
     state: dict[int, _Rank] = field(default_factory=dict)
-    joined: dict[tuple[str, int], Pass] = field(default_factory=dict)
+    joined: dict[str, dict[int, _Longest]] = field(default_factory=dict)  # section -> place -> of the slowest rank
 
 
 class _Reader:
@@ -218,24 +223,26 @@ class _Reader:
         if steps.newest is not None:
             notes.newest_step = max(notes.newest_step or 0, steps.newest)
         for name, durations_s in steps.sections.items():
-            if name == TEARDOWN:
+            if name == TEARDOWN or not durations_s:
                 continue
+            if name not in _KNOWN and mine.is_loop(max(durations_s), at_s):
+                self._loops.add(name)
             at = mine.counts.get(name, 0) + steps.counts[name] - len(durations_s)
             mine.counts[name] = at + len(durations_s)
-            for i, seconds in enumerate(durations_s, start=at):
-                if name not in _KNOWN and mine.is_loop(seconds, at_s):
-                    self._loops.add(name)
-                is_first = i == 0 and name != SETUP
-                previous = mine.held.get(name)
-                if previous is not None:
-                    _join(notes, previous)
-                mine.held[name] = Pass(attempt, name, i, seconds, rank, steps.newest, is_first)
-        index = mine.steps_seen + steps.unread_steps
-        mine.steps_seen = index + len(steps.times_s)
+            joined = notes.joined.setdefault(name, {})
+            if name in mine.held:
+                _join(joined, *mine.held[name])
+            for place, seconds in enumerate(durations_s[:-1], start=at):
+                _join(joined, place, (seconds, rank, steps.newest))
+            mine.held[name] = (at + len(durations_s) - 1, (durations_s[-1], rank, steps.newest))
+        place = mine.steps_seen + steps.unread_steps
+        mine.steps_seen = place + len(steps.times_s)
         taken_off_s, inside_s = _inside_s(mine, steps)
+        joined = notes.joined.setdefault(OUT_OF_SECTION, {})
+        first = None if steps.newest is None else steps.newest - len(steps.times_s) + 1
         for i, (whole_s, off_s) in enumerate(zip(steps.times_s, taken_off_s, strict=True)):
-            step = None if steps.newest is None else steps.newest - len(steps.times_s) + 1 + i
-            _join(notes, Pass(attempt, OUT_OF_SECTION, index + i, max(0.0, whole_s - off_s), rank, step))
+            step = None if first is None else first + i
+            _join(joined, place + i, (max(0.0, whole_s - off_s), rank, step))
         mine.steps_s += sum(steps.times_s)
         mine.inside_s += sum(inside_s)
         mine.note_record(at_s, len(steps.times_s))
@@ -253,21 +260,21 @@ class _Reader:
 
     def _attempt(self, number: int, notes: _AttemptNotes) -> Attempt:
         for rank, state in notes.state.items():
-            for held in state.held.values():
-                was_whole = held.section == SETUP and rank in notes.first_steps  # the first step ends it
+            for name, held in state.held.items():
+                was_whole = name == SETUP and rank in notes.first_steps  # the first step ends it
                 if notes.stopped_s is None or was_whole:
-                    _join(notes, held)
+                    _join(notes.joined[name], *held)
         passes = []
-        for p in notes.joined.values():
-            if p.section in self._loops:
-                continue
-            if p.section == OUT_OF_SECTION:
-                if not self._own_step:
-                    passes.append(Pass(p.attempt, STEP, p.index, p.seconds, p.rank, p.step))
-                if not self._own_sections:
+        for name in sorted(notes.joined.keys() - self._loops):
+            for place, (seconds, rank, step) in sorted(notes.joined[name].items()):
+                if name != OUT_OF_SECTION:
+                    is_first = place == 0 and name != SETUP
+                    passes.append(Pass(number, name, place, seconds, rank, step, is_first))
                     continue
-            passes.append(p)
-        passes.sort(key=lambda p: (p.section, p.index))
+                if not self._own_step:
+                    passes.append(Pass(number, STEP, place, seconds, rank, step))
+                if self._own_sections:
+                    passes.append(Pass(number, name, place, seconds, rank, step))
         out = Attempt(number, len(notes.ranks), passes)
         first_s = min((at_s for at_s, _ in notes.first_steps.values()), default=notes.started_s or notes.last_s)
         out.observed_s = max(0.0, notes.last_s - first_s)
@@ -291,18 +298,17 @@ class _Reader:
             return None
         back = self._attempts[later[0]]
         seconds = max(at_s for at_s, _ in back.first_steps.values()) - notes.stopped_s
-        times_s = [p.seconds for p in notes.joined.values() if p.section == OUT_OF_SECTION]
+        times_s = [seconds for seconds, _, _ in notes.joined.get(OUT_OF_SECTION, {}).values()]
         if notes.newest_step is not None and times_s:
             first = min(step for _, step in back.first_steps.values())
             seconds += max(0, notes.newest_step - first + 1) * statistics.median(times_s)
         return max(0.0, seconds)
 
 
-def _join(notes: _AttemptNotes, p: Pass) -> None:
-    key = (p.section, p.index)
-    other = notes.joined.get(key)
-    if other is None or p.seconds > other.seconds:
-        notes.joined[key] = p
+def _join(joined: dict[int, _Longest], place: int, told: _Longest) -> None:
+    other = joined.get(place)
+    if other is None or told[0] > other[0]:
+        joined[place] = told
 
 
 def _steps_of(told: Mapping[str, Any]) -> _Steps:
@@ -324,13 +330,15 @@ def _steps_of(told: Mapping[str, Any]) -> _Steps:
 
 
 def _durations(values: Any) -> list[float]:
-    return [_number(v) for v in values] if isinstance(values, Sequence) and not isinstance(values, str) else []
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return []
+    return [v if type(v) is float and 0.0 <= v < _ENDLESS else _number(v) for v in values]
 
 
 def _number(value: Any) -> float:
     """At least 0; 0 for whatever is no finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < float("inf") else 0.0
+    return float(value) if is_number and 0 <= value < _ENDLESS else 0.0
 
 
 # -- steps outside of sections -----------------------------------------------------------------------------------------

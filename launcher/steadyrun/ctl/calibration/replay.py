@@ -46,12 +46,15 @@ def _seconds(value: float | None) -> float:
 def fired(runs: Iterable[RunPasses], limits: Limits) -> Counter[str]:
     """How many passes of each section would have been late: once per pass, however many ranks were in it."""
     out: Counter[str] = Counter()
+    known: dict[tuple[str, bool], float] = {}
     for run in runs:
         # Without a limit that was given, the time outside of sections is judged as part of the step.
         has_outside = run.has_own_step or OUT_OF_SECTION in limits.accepted
         for p in run.passes:
-            is_watched = p.section != OUT_OF_SECTION or has_outside
-            if is_watched and p.seconds >= limit_s(limits, p.section, p.is_first):
+            at_s = known.get((p.section, p.is_first))
+            if at_s is None:
+                at_s = known[(p.section, p.is_first)] = limit_s(limits, p.section, p.is_first)
+            if p.seconds >= at_s and (has_outside or p.section != OUT_OF_SECTION):
                 out[p.section] += 1
     return out
 
@@ -64,7 +67,9 @@ def fired_as_it_grew(runs: Iterable[RunPasses], rule: Rule) -> Counter[str]:
     for run in runs:
         rate = _seconds_per_pass(run)
         for p in run.passes:
-            seen = statistics.setdefault(p.section, SectionStatistics.empty(SectionKey(p.section, 0)))
+            seen = statistics.get(p.section)
+            if seen is None:
+                seen = statistics[p.section] = SectionStatistics.empty(SectionKey(p.section, 0))
             n, longest_s = seen.n + seen.first.n, seen.durations.max_s
             known = current.get(p.section)
             if known is None or n >= known[0] * _GROWTH or longest_s > known[1]:
