@@ -15,7 +15,7 @@ from steadyrun.collectors.flight.folder import load_folder
 from steadyrun.core.flight import FlightGroup, FlightOp, RankFlight, flight_from_json
 from steadyrun.detect.waits import judge_flights
 from steadyrun.detect.waits.records import RankState
-from steadyrun.testing.flightsim import FaultKind, FlightSet, Named, Score, drawn_set, score
+from steadyrun.testing.flightsim import FaultKind, FlightSet, Layout, Named, Scenario, Score, drawn_set, score, simulate
 
 NOTHING = (FaultKind.NONE, FaultKind.RUNNING)
 SINGLE = tuple(k for k in FaultKind if k not in NOTHING)
@@ -75,6 +75,16 @@ def test_nobody_is_blamed_without_a_fault(kind: FaultKind, tmp_path: Path) -> No
 def test_two_faults_are_both_named(tmp_path: Path) -> None:
     exact, _, stories = check(16, PAIRED, 2, range(10), tmp_path)
     assert exact >= 9, "\n".join(stories)
+
+
+def test_a_skip_is_found_where_another_fault_hides_its_ring(tmp_path: Path) -> None:
+    # Rank 2 has skipped a call, seven ranks wait for it, and it waits for ranks that a stalled host holds up.
+    kinds = (FaultKind.HOST_STALL, FaultKind.SKIP)
+    layout = Layout(tp=8, dp=2)
+    found = simulate(Scenario(layout, kinds, seed=1, entries=150, window=4, backend="gloo", victims=(12, 2)))
+    result, story = judged(found, tmp_path)
+    assert result.is_exact, story
+    assert result.is_class_right, story
 
 
 def test_missing_and_cut_dumps_make_nobody_guilty(tmp_path: Path) -> None:
