@@ -32,7 +32,7 @@ CALIBRATION_SCHEMA: Final = "steadyrun.calibration/1"
 TOO_FEW: Final = 3  # exit code
 DEFAULT_HANGS_PER_DAY: Final = 1.0
 LEAST_RESTART_S: Final = 10.0  # a few fast restarts do not show what a bad one costs
-LOGS_NAME: Final = "logs"
+LOGS: Final = "logs:"  # begins the name of what stands for a run then
 
 EPILOG: Final = """\
 RUN is a run folder (or a folder of them: its latest), or a file of limits or
@@ -153,7 +153,7 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
     is_marked = bool({s.key.section for s in chosen} - {SETUP, STEP, OUT_OF_SECTION}) or any(
         run.has_own_step for run in mine
     )
-    sections = sections_of(chosen, mine, costs, is_marked or any(run.name == LOGS_NAME for run in mine))
+    sections = sections_of(chosen, mine, costs, is_marked or any(run.name.startswith(LOGS) for run in mine))
     current = _current_limits(folder)
     loops = sorted({name for run in mine for name in run.loops})
     if loops:
@@ -244,7 +244,7 @@ def _read_logs(args: argparse.Namespace, notes: list[str]) -> RunPasses:
         raise NotFoundError(
             f"--logs: no file matches {args.logs}; quote the pattern, so that the shell leaves it alone"
         )
-    reading: LogReading = read_logs(paths, pattern, LOGS_NAME)
+    reading: LogReading = read_logs(paths, pattern, LOGS + args.logs)
     if len(reading.empty) == reading.files:
         raise NotFoundError(f"--pattern: {args.pattern!r} matches no line of {reading.files} files, {paths[0]} first")
     if reading.empty:
@@ -347,7 +347,7 @@ def _write_plot(file: Path, svg: str) -> None:
 # -- telling -----------------------------------------------------------------------------------------------------------
 def _title(c: Calibration) -> str:
     names = f"run {c.runs[-1].name}" if len(c.runs) == 1 else f"{len(c.earlier.history.runs)} runs"
-    return f"{names}, {c.world_size} ranks, {duration(c.observed_s)} of training"
+    return f"{names}, {c.world_size} rank{'s' * (c.world_size != 1)}, {duration(c.observed_s)} of training"
 
 
 def _story(c: Calibration, written: Path | None, args: argparse.Namespace, console: Console) -> list[str]:

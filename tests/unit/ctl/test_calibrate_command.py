@@ -88,6 +88,21 @@ def test_a_current_limit_that_is_too_short_is_shown_to_fire(run: RecordedRun, ca
     assert (current["fired"], current["cost_s"]) == (1, 100.0 + 2.5)
 
 
+def test_limits_that_follow_wait_for_sixteen_passes(tmp_path: Path, calibrate: Call) -> None:
+    """Steps become 10 times as long after the fifth, which no rule that waits takes for hangs; later one takes 20 s."""
+    run = RecordedRun(tmp_path / "runs")
+    run.begin(0)
+    own = [5.0, *[0.1] * 5, *[1.0] * 200, 20.0, *[1.0] * 20]
+    run.steps(400, 200, {}, {r: {"step": own} for r in (0, 1)})
+    run.close()
+    step = rules(calibrate(run.root, "--dry-run", "--json"), "step")
+    assert {name: step[name]["fired_live"] for name in ("calibrated", "5 x longest")} == {
+        "calibrated": 0,
+        "5 x longest": 1,
+    }
+    assert {name: step[name]["fired"] for name in ("calibrated", "5 x longest")} == {"calibrated": 0, "5 x longest": 0}
+
+
 def test_a_section_passed_too_rarely_gets_the_cap_and_exit_code_3(tmp_path: Path, calibrate: Call) -> None:
     run = fill(RecordedRun(tmp_path / "runs"), saves=5)
     result = calibrate(run.root, "--dry-run", "--cap", 700)
