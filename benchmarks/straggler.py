@@ -87,7 +87,7 @@ def quiet_ours(regime: str, ranks: int, size: int, windows: float, seed: int) ->
     healthy, step = stream.healthy, 0
     while out.windows < windows:
         for logs in stream.chunk(CHUNK):
-            out.accusations += sum(healthy[r] for r in accused(detector, step, logs))
+            out.accusations += sum(bool(healthy[r]) for r in accused(detector, step, logs))
             step += 1
         out.windows += int(healthy.sum()) * (CHUNK if step > CHUNK else CHUNK - BURN) // WINDOW
     return out

@@ -41,7 +41,7 @@ PENDING: Final = 0.3  # of the threshold: somebody may be slow
 LEVEL: Final = 0.05  # weight of one step in the running level of a rank
 
 _STATE: Final = ("bias", "evidence", "excess", "steps", "first_step", "first_s", "level", "_signs")
-_GROUP_STATE: Final = ("scale", "reference", "height", "spike", "leak", "_log_scale", "_correlation")
+_GROUP_STATE: Final = ("scale", "reference", "height", "spike", "leak", "_log_scale", "_correlation", "_unsure")
 
 
 def medians(rows: Floats, counts: NDArray[np.intp] | None) -> Floats:
@@ -121,6 +121,7 @@ class Chart:
         self.height: Floats = np.full(groups_shape, math.inf)
         self.spike: Floats = np.full(groups_shape, 3.0)
         self.leak: Floats = np.ones(groups_shape)
+        self._unsure: Floats = np.zeros(groups_shape)  # standard deviation of what is not known of a bias
         self._log_scale: Floats = np.zeros(groups_shape)
         self._correlation: Floats = np.zeros(groups_shape)
         self._learned: list[Floats] = []
@@ -199,9 +200,11 @@ class Chart:
             self.bias = middle
             self._anchor = middle.copy()
         else:
-            natural = config.bias_spread**2
+            natural = config.bias_spread**2 * (2 if self._is_pair else 1)
             weight = natural / (natural + 1.57 * scale**2 / len(seen))  # 1.57: variance of a median by that of a mean
             self.bias = np.clip(middle * weight, -config.own_bias, config.own_bias)
+            if self._is_few:
+                self._unsure = np.sqrt(natural * (1 - weight))
         self.level = middle.copy()
         self._log_scale = np.log(scale)
         self.scale = scale
@@ -210,7 +213,9 @@ class Chart:
 
     def _refresh(self) -> None:
         config = self.config
-        self.reference = np.maximum(config.least_reference, config.effect / 2 / self.scale)
+        # Among few, what is not known of the biases of one or two others shifts a rank for as long as the run lasts.
+        reference = np.maximum(config.least_reference, config.effect / 2 / self.scale)
+        self.reference = reference + self._unsure / self.scale
         self.spike = np.minimum(SPIKE_AT_REST + self.reference, MOST)
         self.leak = np.maximum(MOST - LESS_LEAK * self.reference, LEAST_LEAK)
         self.height = np.maximum(
