@@ -1041,6 +1041,9 @@ class NodeAgent:
     def _leave(self, exit_class: ExitClass, reason: str) -> None:
         failures = dict(self._told_failures) if exit_class is not ExitClass.OK else {}
         ranks = tuple(sorted(self._ranks))
+        views = self._fresh_views()
+        self._sampler.sample(self._clock.now_s(), {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
+        self._sampler.flush()
         self._record("run_ended", exit_class=int(exit_class), reason=reason)
         self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)
 
