@@ -53,16 +53,17 @@ def joined(
     told = [f for f in flight.findings if f.finding.cls not in NOTHING_SAID] if flight is not None else []
     if flight is None or not told:
         return list(stacks)
+    told, excused = _few_against_many(told, stacks)
     used: set[int] = set()
     out: list[Finding] = []
     for found in told:
         same = [i for i, s in enumerate(stacks) if set(s.ranks) & set(found.finding.ranks)]
         used.update(same)
         merged = _one(found, [stacks[i] for i in same])
-        if not same:
+        if all(stacks[i].cls in GUESSED_FROM_PLACES for i in same):
             merged = _unrecorded(found, merged, in_collectives or {})
         out.append(merged)
-    explained = set(flight.victims) | set(flight.blocked)
+    explained = set(flight.victims) | set(flight.blocked) | excused
     for i, finding in enumerate(stacks):
         if i in used or finding.cls in GUESSED_FROM_PLACES or finding.cls in NOTHING_SAID:
             continue
@@ -70,21 +71,25 @@ def joined(
             continue
         weight = 1.0 if _is_hard(finding) else 0.6
         out.append(replace(finding, confidence=round(finding.confidence * weight, 2)))
-    return _few_against_many(out)
+    return out
 
 
-def _few_against_many(findings: Sequence[Finding]) -> list[Finding]:
-    """Few wait in a call that many, all at one place of their own, do not make: the few have made one too many.
+def _few_against_many(told: Sequence[FlightFinding], stacks: Sequence[Finding]) -> tuple[list[FlightFinding], set[int]]:
+    """Few wait in a call that many do not make: the few have made one too many, and the many are excused.
 
-    A stall with a cause of its own (data, storage) stays what it is.
+    Unless a stack shows that one of the many is held up by something of its own (data, storage).
     """
-    extra = next((f for f in findings if f.cls is FaultClass.EXTRA_COLLECTIVE), None)
-    stall = next((f for f in findings if f.cls is FaultClass.HOST_STALL), None)
-    if extra is None or stall is None or len(stall.ranks) <= len(extra.ranks) or set(stall.ranks) & set(extra.ranks):
-        return list(findings)
-    out = [f for f in findings if f is not extra and f is not stall]
-    sure = replace(extra, confidence=max(extra.confidence, 0.7))
-    return [sure, *out, replace(stall, confidence=min(stall.confidence, 0.4))]
+    extra = next((f for f in told if f.finding.cls is FaultClass.EXTRA_COLLECTIVE), None)
+    stall = next((f for f in told if f.finding.cls is FaultClass.HOST_STALL), None)
+    if extra is None or stall is None or len(stall.finding.ranks) <= len(extra.finding.ranks):
+        return list(told), set()
+    many = set(stall.finding.ranks)
+    if many & set(extra.finding.ranks) or any(
+        s.cls is not FaultClass.HOST_STALL for s in stacks if many & set(s.ranks)
+    ):
+        return list(told), set()
+    sure = replace(extra, finding=replace(extra.finding, confidence=max(extra.finding.confidence, 0.7)))
+    return [sure, *(f for f in told if f is not extra and f is not stall)], many
 
 
 def _unrecorded(found: FlightFinding, finding: Finding, in_collectives: Mapping[int, str]) -> Finding:

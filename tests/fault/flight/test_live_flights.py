@@ -122,7 +122,7 @@ SMALL_RING = Plan(
     4,
     (
         Expected("chain", STALL, (3,), (0, 1, 2), ("G23",), (1,)),
-        Expected("grid", STALL, (3,), (0, 1, 2), ("dp1",), (3,)),
+        Expected("grid", STALL, (3,), (0, 1, 2), ("dp1", "tp1"), (3, 4)),  # one rank waits for it in each
         Expected("ring_skew", STALL, (0,), (1, 2, 3), seqs=(TRAINED + 2,)),
     ),
     {"TORCH_FR_BUFFER_SIZE": "20"},

@@ -107,7 +107,9 @@ def _finding(graph: Graph, root: Root, waiters: int) -> FlightFinding:
     site = _site(root, stop)
     if root.shift is not None:
         group, seq = root.shift.group, root.shift.seq
-        own = root.shift.own or root.shift.theirs
+        # of a skipped call the place is where the others made it; of one too many, where it was made
+        ahead = root.cls is FaultClass.SKIPPED_COLLECTIVE
+        own = (ahead and root.shift.theirs) or root.shift.own or root.shift.theirs
         op, site = (own.name, own.site) if own is not None else (op, site)
     elif root.window is not None:
         group = root.window[0]
