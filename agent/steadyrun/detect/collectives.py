@@ -17,7 +17,7 @@ from steadyrun.core.records import Finding
 from steadyrun.detect.grouping import name_ranks
 from steadyrun.detect.waits.records import FlightFinding, FlightJudgement
 
-__all__ = ["DeadByLargerMessage", "joined", "mismatch_of_death", "with_operation"]
+__all__ = ["DeadByLargerMessage", "joined", "mismatch_of_death", "with_operation", "without_doubt"]
 
 # What the collectives prove by themselves: what was called differs, or the calls lie across each other.
 CALLS_DIFFER: Final = frozenset(
@@ -143,7 +143,12 @@ def _one(found: FlightFinding, same: Sequence[Finding]) -> Finding:
 def _told_together(stall: Finding, finding: Finding) -> str:
     """The stall's own words, and the operation's; a doubt that the stack has settled is left out."""
     own = stall.summary.rpartition("; ")[2] if "; " in stall.summary else stall.summary
-    return f"{own}; {_DOUBT.sub('', finding.summary)}"
+    return f"{own}; {without_doubt(finding.summary)}"
+
+
+def without_doubt(summary: str) -> str:
+    """Without what only holds as long as no stack shows where the rank is."""
+    return _DOUBT.sub("", summary)
 
 
 def _placed(finding: Finding, same: Sequence[Finding]) -> Finding:

@@ -18,7 +18,13 @@ from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.flight import FlightDetails
 from steadyrun.core.frames import Doing, activity_of, callsite, main_stack, user_frame
 from steadyrun.core.records import Evidence, ExceptionRecord, Finding, RankEvidence, Verdict
-from steadyrun.detect.collectives import DeadByLargerMessage, joined, mismatch_of_death, with_operation
+from steadyrun.detect.collectives import (
+    DeadByLargerMessage,
+    joined,
+    mismatch_of_death,
+    with_operation,
+    without_doubt,
+)
 from steadyrun.detect.exits import CRASH_SIGNALS, describe_exit
 from steadyrun.detect.grouping import Place, group_ranks, name_ranks, place_of, places_sentence
 from steadyrun.detect.waits import judge_flights
@@ -227,17 +233,26 @@ def _rank_state(case: _Case) -> RankState:
 
 
 def _known_of(court: _Court, finding: Finding) -> Finding:
-    """With the nodes, GPUs, section and files of its ranks, where the finding does not have them."""
+    """With the nodes, GPUs, section and files of its ranks, where the finding does not have them.
+
+    Of a rank that is in no call the place is where its stack stands; recorders only know where the others called.
+    """
     cases = [c for c in court.cases if c.rank in finding.ranks]
     if not cases:
         return finding
+    # recorders add the function; a verdict's places are all written as those from stacks
+    site = finding.callsite.partition(" in ")[0] if finding.callsite else None
+    stands = cases[0].place.site
+    summary = finding.summary
+    if finding.cls is FaultClass.HOST_STALL and stands is not None and stands != site:
+        site, summary = stands, f"{without_doubt(summary)}; {name_ranks([cases[0].rank])} is at {stands}"
     return replace(
         finding,
+        summary=summary,
         nodes=finding.nodes or tuple(dict.fromkeys(c.evidence.node for c in cases if c.evidence.node)),
         gpus=finding.gpus or tuple(dict.fromkeys(c.evidence.gpu for c in cases if c.evidence.gpu)),
         section=finding.section or cases[0].place.section,
-        # recorders add the function; a verdict's places are all written as those from stacks
-        callsite=finding.callsite.partition(" in ")[0] if finding.callsite else cases[0].place.site,
+        callsite=site or stands,
         evidence=finding.evidence or tuple(dict.fromkeys(f for c in cases for f in c.evidence.files)),
     )
 

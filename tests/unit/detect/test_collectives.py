@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.flight import FlightGroup, FlightOp, OpState, RankFlight
-from steadyrun.core.records import Finding
+from steadyrun.core.records import Finding, RankEvidence
 from steadyrun.detect.collectives import DeadByLargerMessage, joined, mismatch_of_death, with_operation
+from steadyrun.detect.verdict import Judgement
 from steadyrun.detect.waits.records import FlightFinding, FlightJudgement
 
 
@@ -137,3 +141,38 @@ def test_an_unheard_abort_is_a_mismatch_only_where_survivors_differ() -> None:
     differing = {0: survivor(0, 8), 1: survivor(1, 16)}
     assert mismatch_of_death(DeadByLargerMessage(2, is_told=False), differing) is not None
     assert mismatch_of_death(DeadByLargerMessage(2), {}) is None
+
+
+# -- through the judge -------------------------------------------------------------------------------------------------
+def recorded(rank: int, issued: int) -> RankFlight:
+    """What rank *rank* of three has called on gloo: all but the newest is done, rank 1's all of it."""
+    group = FlightGroup("0", "default_pg", (0, 1, 2), "gloo", 1, issued, min(issued, 5))
+    op = FlightOp(0, 6, "all_reduce", in_sizes=((8,),), in_dtypes=("Float",), site="train.py:70 in main", created_ns=9)
+    return RankFlight(rank, (group,), (op,) if issued > 5 else (), recorders=("gloo",), entries=6, has_frames=True)
+
+
+def test_a_rank_in_no_call_is_placed_where_its_stack_stands_though_others_were_suspected(
+    judged: Callable[..., Judgement], make_rank: Callable[..., RankEvidence]
+) -> None:
+    # waiting for the work of an asynchronous call is C++ code: by their stacks all three are in the user's own code
+    ranks = [
+        replace(make_rank(rank, "sleep" if rank == 1 else "own", suspicion="no_progress" if rank == 2 else None),
+                flight=recorded(rank, 5 if rank == 1 else 6))
+        for rank in range(3)
+    ]  # fmt: skip
+    judgement = judged(*ranks)
+    assert [(f.cls, f.ranks, f.seq, f.callsite) for f in judgement.findings] == [
+        (FaultClass.HOST_STALL, (1,), 6, "data.py:31")
+    ]
+    assert judgement.victims == (0, 2)
+    assert "rank 1 is at data.py:31" in judgement.main.summary
+    assert "may stand in one" not in judgement.main.summary
+
+
+def test_an_ended_process_that_nobody_saw_end_is_dead(
+    judged: Callable[..., Judgement], make_rank: Callable[..., RankEvidence]
+) -> None:
+    gone = make_rank(1, None, state="Z")
+    judgement = judged(make_rank(0, "all_reduce"), gone)
+    assert (judgement.main.cls, judgement.main.ranks) == (FaultClass.DEAD_PROCESS, (1,))
+    assert "how was not seen" in judgement.main.summary
