@@ -7,7 +7,7 @@ both name the same rank, the kind of stall is the stacks' and the operation the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -41,7 +41,10 @@ _DOUBT: Final = re.compile(r" \(gloo does not record [^)]*\)")
 
 
 def joined(
-    stacks: Sequence[Finding], flight: FlightJudgement | None, in_collectives: Mapping[int, str] | None = None
+    stacks: Sequence[Finding],
+    flight: FlightJudgement | None,
+    in_collectives: Mapping[int, str] | None = None,
+    living: Collection[int] = (),
 ) -> list[Finding]:
     """The findings of both, each root cause once.
 
@@ -49,8 +52,15 @@ def joined(
         stacks: from stacks, states and suspicions.
         flight: from flight records; None where there are none.
         in_collectives: ranks whose stacks stand in a collective, and in which.
+        living: ranks of which the agent knows that they did not die; that they left no dump proves nothing then.
     """
-    told = [f for f in flight.findings if f.finding.cls not in NOTHING_SAID] if flight is not None else []
+    accused = {rank for s in stacks for rank in s.ranks}
+    told = [
+        f
+        for f in (flight.findings if flight is not None else ())
+        if f.finding.cls not in NOTHING_SAID
+        if f.finding.cls is not FaultClass.DEAD_PROCESS or not set(f.finding.ranks) <= set(living) - accused
+    ]
     if flight is None or not told:
         return list(stacks)
     told, excused = _few_against_many(told, stacks)
@@ -115,6 +125,11 @@ def _one(found: FlightFinding, same: Sequence[Finding]) -> Finding:
     if not same:
         return finding
     hard = next((s for s in same if _is_hard(s)), None)
+    guess = same[0]
+    if hard is None and _is_tie(found) and set(guess.ranks) < set(finding.ranks):
+        odd = f"; by where it stands {name_ranks(guess.ranks)} is the odd one"
+        summary = finding.summary.partition("; which of them")[0] + odd
+        return _placed(replace(finding, ranks=guess.ranks, callsite=guess.callsite, summary=summary), same)
     if hard is None and (finding.cls in CALLS_DIFFER or all(s.cls in GUESSED_FROM_PLACES for s in same)):
         return _placed(finding, same)
     stall = hard or max(same, key=lambda s: s.confidence)
@@ -138,6 +153,12 @@ def _one(found: FlightFinding, same: Sequence[Finding]) -> Finding:
         callsite=stall.callsite or finding.callsite,
         since_unix_s=finding.since_unix_s if finding.since_unix_s is not None else stall.since_unix_s,
     )
+
+
+def _is_tie(found: FlightFinding) -> bool:
+    """Two sides of equal size called different things: the records do not tell whose fault that is."""
+    sides = sorted((len(ranks) for ranks, _ in found.differences), reverse=True)
+    return len(sides) > 1 and sides[0] == sides[1]
 
 
 def _told_together(stall: Finding, finding: Finding) -> str:

@@ -186,7 +186,7 @@ def judge(
     findings = (
         _by_trigger(court)
         or with_operation(_explained_deaths(court), flight)
-        or [_known_of(court, f) for f in joined(_hang(court), flight, _in_collectives(court))]
+        or [_known_of(court, f) for f in joined(_hang(court), flight, _in_collectives(court), _living(court))]
         or _last_resort(court, flight)
     )
     ordered = sorted(findings, key=lambda f: (-f.confidence, f.since_unix_s or float("inf"), f.ranks))
@@ -210,6 +210,11 @@ def _in_collectives(court: _Court) -> dict[int, str]:
         for c in court.cases
         if c.life is _Life.ALIVE and c.doing is Doing.COLLECTIVE
     }
+
+
+def _living(court: _Court) -> set[int]:
+    """Ranks that were looked at and have not died: they live, or have ended well."""
+    return {c.rank for c in court.cases if c.life is not _Life.DIED and (c.state or c.life is _Life.FINISHED)}
 
 
 def _flight(court: _Court, details: FlightDetails | None) -> FlightJudgement | None:

@@ -109,7 +109,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         {"where": "sleep", "seconds": "inf"},
         {
             "sleep": FaultClass.HOST_STALL,
-            "collective": FaultClass.SKIPPED_COLLECTIVE,
+            "collective": FaultClass.OP_MISMATCH,  # without flight records: skipped_collective, by places alone
             "dataloader": FaultClass.INPUT_PIPELINE,
             "teardown": FaultClass.TEARDOWN_HANG,
         },

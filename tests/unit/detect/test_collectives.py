@@ -113,6 +113,24 @@ def test_a_death_tells_in_which_operation_the_others_wait_for_it() -> None:
     assert with_operation([death], None) == [death]
 
 
+def test_of_two_sides_of_equal_size_the_one_that_stands_apart_by_its_place_is_named() -> None:
+    finding = Finding(FaultClass.OP_MISMATCH, (0, 1), "0 called a, 1 called b; which of them is wrong", 0.6, seq=7)
+    sides = (((0,), "all_reduce [9] Float"), ((1,), "barrier"))
+    flight = FlightJudgement((FlightFinding(finding, 0, sides),))
+    found = joined([stall(FaultClass.SKIPPED_COLLECTIVE, 1, confidence=0.45)], flight)
+    assert [(f.cls, f.ranks, f.callsite) for f in found] == [(FaultClass.OP_MISMATCH, (1,), "data.py:31")]
+    assert found[0].summary == "0 called a, 1 called b; by where it stands rank 1 is the odd one"
+    uneven = FlightJudgement((FlightFinding(finding, 0, (((0, 2), "a"), ((1,), "b"))),))
+    assert joined([stall(FaultClass.SKIPPED_COLLECTIVE, 1)], uneven)[0].ranks == (0, 1)
+
+
+def test_a_missing_dump_proves_nothing_of_a_rank_that_was_seen_alive_or_has_ended_well() -> None:
+    hang = stall(FaultClass.TEARDOWN_HANG, 1, confidence=0.65)
+    assert joined([hang], told(FaultClass.DEAD_PROCESS, 0, confidence=0.45), living={0, 1}) == [hang]
+    found = joined([hang], told(FaultClass.DEAD_PROCESS, 0, confidence=0.45), living={1})
+    assert [f.cls for f in found] == [FaultClass.DEAD_PROCESS, FaultClass.TEARDOWN_HANG]
+
+
 # -- gloo's aborts -----------------------------------------------------------------------------------------------------
 def survivor(rank: int, numel: int, dtype: str = "Float", seq: int = 4) -> RankFlight:
     group = FlightGroup("0", "default_pg", (0, 1, 2), "gloo", 1, seq, seq - 1)
