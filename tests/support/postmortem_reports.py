@@ -25,7 +25,7 @@ from steadyrun.postmortem.case import Case, Input, InputStatus, Moment, Report
 START_S = 1_764_000_000.0  # 2025-11-24 16:00:00 UTC, when the first rank began to wait
 NOW_MONO_S = 5_000.0
 C10D = "/opt/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-SCRIPT = "/work/job/train.py"
+SCRIPT = "/proj/job/train.py"
 
 
 def ns(offset_s: float) -> int:
@@ -164,7 +164,7 @@ def stall_of(tp: int = 4, dp: int = 2, culprit: int = 2, has_stacks: bool = True
         )  # fmt: skip
         where = ((C10D, 3002, "all_reduce"), (SCRIPT, 88, "step"))
         if rank == culprit:
-            where = (("/usr/lib/python3.11/socket.py", 706, "readinto"), ("/work/job/data.py", 31, "next_batch"))
+            where = (("/usr/lib/python3.11/socket.py", 706, "readinto"), ("/proj/job/data.py", 31, "next_batch"))
         sections = (OpenSection("step", NOW_MONO_S - 612.5),)
         if rank == culprit:
             sections += (OpenSection("data", NOW_MONO_S - 612.1),)

@@ -950,6 +950,9 @@ class NodeAgent:
             out[process.rank] = view if mine else None
         return out
 
+    def _sample(self, now_s: float, views: Mapping[int, SlotView | None]) -> None:
+        self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
+
     def _read_board(self, now_s: float) -> None:
         if not self._ranks:
             return
@@ -967,7 +970,7 @@ class NodeAgent:
                 self._record("rank_attached", rank=process.rank, after_s=now_s - process.spawned_s)
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
         views, attempt = self._views, self._attempt
-        self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
+        self._sample(now_s, views)
         self._feed(ev.StatesRead(states))
         if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet
             self._feed(ev.BoardRead(views))
@@ -1041,8 +1044,7 @@ class NodeAgent:
     def _leave(self, exit_class: ExitClass, reason: str) -> None:
         failures = dict(self._told_failures) if exit_class is not ExitClass.OK else {}
         ranks = tuple(sorted(self._ranks))
-        views = self._fresh_views()
-        self._sampler.sample(self._clock.now_s(), {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
+        self._sample(self._clock.now_s(), self._fresh_views())
         self._sampler.flush()
         self._record("run_ended", exit_class=int(exit_class), reason=reason)
         self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)

@@ -23,7 +23,7 @@ import sys
 from _signal import SIG_BLOCK, SIG_SETMASK, pthread_sigmask, valid_signals  # type: ignore[import-not-found]
 from _thread import get_ident, start_new_thread
 
-from steadyrun.watch.flight import reachable
+from steadyrun.core.sockets import reachable
 from steadyrun.watch.jsontext import parse, render
 
 TYPE_CHECKING = False

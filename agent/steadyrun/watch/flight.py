@@ -21,6 +21,7 @@ import sys
 from _thread import allocate_lock, get_ident
 from time import monotonic, time
 
+from steadyrun.core.sockets import reachable
 from steadyrun.watch.jsontext import render
 
 TYPE_CHECKING = False
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
 
     from steadyrun.watch.setup import RankSetup
 
-__all__ = ["GROUPS_MODULE", "FlightWatch", "reachable"]
+__all__ = ["GROUPS_MODULE", "FlightWatch"]
 
 SCHEMA = "steadyrun.flight-live/1"
 GROUPS_MODULE = "torch.distributed.distributed_c10d"
 _BINDINGS = "torch._C._distributed_c10d"
-_SUN_PATH = 107  # bytes of a unix socket's address, without the closing 0
 _FILE_TYPE, _IS_SOCKET = 0o170000, 0o140000  # stat's S_IFMT and S_IFSOCK
 _ENTRIES_AT_DEATH = 10_000  # 0.05 ms each with call sites: from here on a dying rank would be held up for 0.5 s
 
@@ -224,21 +224,6 @@ class FlightWatch:
 
 class _NoServerError(Exception):
     """There can be no server; the text says why."""
-
-
-def reachable(folder: str, name: str) -> tuple[str, int]:
-    """A path for a unix socket *name* in *folder*, and a descriptor to close after use (-1: none).
-
-    The kernel's limit of 107 bytes is on the text, not on what it leads to.
-
-    Raises:
-        OSError: the folder cannot be opened.
-    """
-    path = os.path.join(folder, name)
-    if len(os.fsencode(path)) <= _SUN_PATH:
-        return path, -1
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    return f"/proc/self/fd/{opened}/{name}", opened
 
 
 class _Unheard:

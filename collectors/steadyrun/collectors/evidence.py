@@ -33,6 +33,7 @@ from steadyrun.core.records import (
     exception_from_json,
     to_json,
 )
+from steadyrun.core.sockets import reachable
 
 __all__ = ["Contribution", "EvidenceCollector", "EvidenceSource", "Target", "ask", "connect_unix", "render_stacks"]
 
@@ -56,7 +57,6 @@ AFTER_A_DEATH: Final = _Pace(socket_s=0.0, source_s=0.35, stacks_s=0.5, py_spy_s
 IN_A_HANG: Final = _Pace(socket_s=0.3, source_s=5.0, stacks_s=2.0, py_spy_s=5.0, watch_s=0.2)
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
 LOG_LINES: Final = 50
-_SUN_PATH: Final = 107  # bytes of a unix socket's address, without the closing 0
 _ANSWER_BYTES: Final = 1 << 20
 _EXCEPTION_BYTES: Final = 1 << 20
 
@@ -458,15 +458,13 @@ def ask(
 
 
 def connect_unix(s: socket.socket, path: Path) -> None:
-    """Connect also where the path is longer than an address may be: the limit is on the text, not on what it names."""
-    if len(os.fsencode(path)) <= _SUN_PATH:
-        s.connect(str(path))
-        return
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Connect also where the path is longer than an address may be."""
+    address, folder = reachable(str(path.parent), path.name)
     try:
-        s.connect(f"/proc/self/fd/{folder}/{path.name}")
+        s.connect(address)
     finally:
-        os.close(folder)
+        if folder >= 0:
+            os.close(folder)
 
 
 def read_exception(path: Path) -> tuple[ExceptionRecord | None, str]:

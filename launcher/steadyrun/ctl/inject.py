@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from steadyrun.collectors.evidence import connect_unix
 from steadyrun.core.errors import ConfigError
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.ctl.console import Console, plain
@@ -21,7 +20,6 @@ __all__ = ["ask_rank", "register"]
 
 SCHEMA: Final = "steadyrun.inject/1"
 ANSWER_S: Final = 5.0
-_SUN_PATH: Final = 107  # bytes of a unix socket's address, without the closing 0
 
 
 def register(commands: Any) -> None:
@@ -112,11 +110,10 @@ def ask_rank(path: Path, request: Mapping[str, Any], rank: int) -> Mapping[str, 
     Raises:
         NotFoundError: nobody answers; the text says why and what to do.
     """
-    with contextlib.ExitStack() as stack:
-        channel = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.settimeout(ANSWER_S)
         try:
-            channel.connect(_address(path, stack))
+            connect_unix(channel, path)
             channel.sendall(json.dumps(request).encode() + b"\n")
             line = _read_line(channel)
         except FileNotFoundError:
@@ -140,14 +137,6 @@ def ask_rank(path: Path, request: Mapping[str, Any], rank: int) -> Mapping[str, 
     if not isinstance(reply, dict):
         raise NotFoundError(f"rank {rank} answered with something else than JSON: {line[:80]!r}")
     return reply
-
-
-def _address(path: Path, stack: contextlib.ExitStack) -> str:
-    if len(os.fsencode(path)) <= _SUN_PATH:
-        return str(path)
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    stack.callback(os.close, folder)
-    return f"/proc/self/fd/{folder}/{path.name}"  # the kernel's limit is on the text, not on what it leads to
 
 
 def _read_line(channel: socket.socket, limit_bytes: int = 1 << 20) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from steadyrun.core.errors import ConfigError
 from steadyrun.ctl.console import Console
+from steadyrun.ctl.files import write_atomically
 from steadyrun.postmortem.case import Report
 from steadyrun.postmortem.judging import Outcome, judge_case, outcome_of_report
 from steadyrun.postmortem.opening import UnusableError, open_case
@@ -103,12 +104,9 @@ def _tell(report: Report, args: argparse.Namespace, console: Console) -> None:
 
 def _write_page(path: Path, page: str) -> None:
     """Atomically, so that a browser never shows half of it. Raises ConfigError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, page)
     except OSError as e:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"--html: cannot write {path}: {e.strerror}; name a file in a folder that exists") from e
 
 

@@ -107,7 +107,7 @@ def test_page_without_flight_records_shows_what_the_old_one_did() -> None:
         "the job stops",
         "Traceback (most recent call last):",
         "uncaught exception",
-        "/work/job/train.py:61 in step",
+        "/proj/job/train.py:61 in step",
         "rank 0 waits in all_reduce called at train.py:88",
         "culprit",
         "victim",

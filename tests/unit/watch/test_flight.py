@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from steadyrun.watch.flight import GROUPS_MODULE, FlightWatch, reachable
+from steadyrun.core.sockets import reachable
+from steadyrun.watch.flight import GROUPS_MODULE, FlightWatch
 from steadyrun.watch.setup import RankSetup
 from steadyrun.watch.torchhooks import around_first_group
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Final
 from steadyrun.core.errors import ConfigError
 from steadyrun.ctl.calibration.replay import limit_s
 from steadyrun.ctl.calibration.weighing import ONCE_A_START, Section
+from steadyrun.ctl.files import write_atomically
 from steadyrun.detect.calibrate import OUT_OF_SECTION, Costs, History
 from steadyrun.detect.calibrate.statistics import STATISTICS_SCHEMA
 from steadyrun.launcher.limits import TIMEOUTS_SCHEMA
@@ -137,12 +137,9 @@ def write_timeouts(path: Path, data: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # One key a line: the limits can be read and edited, the statistics stay out of the way.
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     try:
-        # One key a line: the limits can be read and edited, the statistics stay out of the way.
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
-        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
     except OSError as e:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {e.strerror}; name a file in a folder that exists with -o") from e
