@@ -36,6 +36,10 @@ T = TypeVar("T")
 
 _LEAST_AUTO_S: Final = 60.0
 
+# How long gathered tensors are kept after their collective. gloo's thread lets go of them a moment later; when it is the
+# last to do so it needs the GIL, and a script that ends right here destroys the group while it holds that: a deadlock.
+_LET_GO_S: Final = 0.005
+
 
 class Gather(Protocol):
     """Every rank's value, by rank; all ranks call it."""
@@ -63,6 +67,7 @@ def gather_over(group: Any) -> Gather:
         padded[: content.numel()] = content
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded, group=group)
+        time.sleep(_LET_GO_S)
         return [pickle.loads(bytes(_bytes_of(part[:length]))) for part, length in zip(parts, lengths, strict=True)]
 
     return gather

@@ -143,5 +143,7 @@ def main():
 if __name__ == "__main__":
     main()
     # DDP lies in reference cycles and keeps gloo's threads; one that still drops a tensor when the interpreter ends
-    # aborts the process ("terminate called without an active exception", torch pull request 179291).
+    # aborts the process ("terminate called without an active exception", torch pull request 179291), and one that does
+    # so while a collection destroys its group waits for the GIL for ever. So: first let them drop it, then collect.
+    time.sleep(0.2)
     gc.collect()

@@ -12,7 +12,10 @@ import pytest
 LEAKS = {
     "processes": "subprocess.Popen(['sleep', '300'], start_new_session=True)",
     "escaped": "subprocess.run(['sh', '-c', 'setsid sleep 300 >/dev/null 2>&1 &'])",
-    "threads": "_thread.start_new_thread(lambda: select.select([], [], [], 300), ())",
+    "threads": (
+        "began = _thread.allocate_lock(); began.acquire(); "
+        "_thread.start_new_thread(lambda: (began.release(), select.select([], [], [], 300)), ()); began.acquire()"
+    ),
     "fds": "keep.append(socket.create_server(('127.0.0.1', 0)))",
     "shm": "open(f'/dev/shm/steadyrun-test-{os.getpid()}', 'w').close()",
     "nothing": "time.sleep(0.001)",
