@@ -13,6 +13,7 @@ Time words are nanoseconds of CLOCK_MONOTONIC minus the board's ``base_ns`` (so 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -63,13 +64,19 @@ from steadyrun.core.layout import (
     S_STEP_RING_COUNT,
     S_STEPS_DONE,
     S_STOP_CALLS,
+    S_TIMING,
+    S_TIMING_COUNT,
     SLOT_WORDS,
     STEP_RING,
     TAG_S,
+    TIMING_FIELDS,
+    TIMING_RING,
+    TIMING_WORDS,
     VERSION,
     fits,
     now_word,
 )
+from steadyrun.core.timing import StepTiming
 
 __all__ = [
     "Board",
@@ -325,3 +332,48 @@ class Board:
         lost = max(count - seen - STEP_RING, 0)
         ring = base + S_STEP_RING
         return [int(self.words[ring + (i & (STEP_RING - 1))]) / 1e9 for i in range(seen + lost, count)], count, lost
+
+    def timings(self, slot: int, seen: int) -> tuple[list[StepTiming], int, int]:
+        """Step timings since count *seen*: (records in order, new count, how many were overwritten unread).
+
+        Read more often than every ``TIMING_RING - 1`` steps: the oldest entry of a full ring may be about to be
+        overwritten and counts as lost.
+        """
+        base = self.slot_base(slot)
+        count = int(self.words[base + S_TIMING_COUNT])
+        if count <= seen:
+            return [], count, 0
+        ring = self._doubles[base + S_TIMING : base + S_TIMING + TIMING_RING * TIMING_WORDS].tolist()
+        oldest = int(self.words[base + S_TIMING_COUNT]) - TIMING_RING + 1  # those before may have changed as we read
+        first = max(seen, oldest)
+        out: list[StepTiming] = []
+        for i in range(first, count):
+            at = (i & (TIMING_RING - 1)) * TIMING_WORDS
+            timing = _timing(ring[at : at + len(TIMING_FIELDS)])
+            if timing is not None:
+                out.append(timing)
+        return out, count, min(first, count) - seen
+
+
+def _timing(words: list[float]) -> StepTiming | None:
+    """None where the words cannot be a timing: the rank's own code may write anywhere in its memory."""
+    step, at_s, wall_s, busy_s, forward_s, backward_s, optimizer_s, data_s, checkpoint_s, wait_s, cpu_s = words[:11]
+    probe_s, work, flags = (v if math.isfinite(v) else None for v in words[11:])
+    if flags is None or not all(map(math.isfinite, words[:11])):
+        return None
+    return StepTiming(
+        step=int(step),
+        at_s=at_s,
+        wall_s=wall_s,
+        busy_s=busy_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=optimizer_s,
+        data_s=data_s,
+        checkpoint_s=checkpoint_s,
+        wait_s=wait_s,
+        cpu_s=cpu_s,
+        probe_s=probe_s,
+        work=work,
+        flags=int(flags),
+    )

@@ -4,7 +4,7 @@ imports next to nothing, while dataclasses and pathlib alone cost a starting ran
 import time
 
 MAGIC = 0x7374656164793031  # "steady01"
-VERSION = 2
+VERSION = 3
 
 # -- header, in words ------------------------------------------------------------------------------------------------
 H_MAGIC = 0
@@ -37,6 +37,7 @@ S_DROPPED = 14  # sections not recorded: no lane or no depth left
 S_RING_COUNT = 15  # section durations written so far; those below SHORTEST_NS are left out
 S_STEP_RING_COUNT = 16
 S_CKPT_DONE = 17  # sections named "checkpointing" completed in this attempt
+S_TIMING_COUNT = 18  # step timings written so far
 
 LANES = 4  # lane 0 is the main thread; others go to threads that open sections
 LANE_DEPTH = 16
@@ -61,8 +62,30 @@ NAME_BYTES = 48
 S_NAME_TABLE = S_STEP_RING + STEP_RING
 S_NAME_COUNTS = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # not 0: the section was completed in this attempt
 S_HASHES = S_NAME_COUNTS + NAMES  # reserved for replica hashes
-SLOT_WORDS = 2048
-assert S_HASHES + 256 <= SLOT_WORDS
+S_TIMING = 2048
+assert S_HASHES + 256 <= S_TIMING
+
+TIMING_RING = 128  # power of two
+TIMING_WORDS = 16
+# A step timing is doubles in this order; NaN where there is none. Durations in seconds, at_s in CLOCK_MONOTONIC.
+TIMING_FIELDS = (
+    "step",
+    "at_s",
+    "wall_s",
+    "busy_s",
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "data_s",
+    "checkpoint_s",
+    "wait_s",
+    "cpu_s",
+    "probe_s",
+    "work",
+    "flags",
+)
+assert len(TIMING_FIELDS) <= TIMING_WORDS
+SLOT_WORDS = S_TIMING + TIMING_RING * TIMING_WORDS
 
 OTHER = "(other)"  # name entry 0: every name beyond the table
 
