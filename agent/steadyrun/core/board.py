@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from steadyrun.core.errors import BoardError
 from steadyrun.core.layout import (
@@ -343,7 +344,8 @@ class Board:
         count = int(self.words[base + S_TIMING_COUNT])
         if count <= seen:
             return [], count, 0
-        ring = self._doubles[base + S_TIMING : base + S_TIMING + TIMING_RING * TIMING_WORDS].tolist()
+        start = base + S_TIMING
+        ring = cast(list[float], self._doubles[start : start + TIMING_RING * TIMING_WORDS].tolist())
         oldest = int(self.words[base + S_TIMING_COUNT]) - TIMING_RING + 1  # those before may have changed as we read
         first = max(seen, oldest)
         out: list[StepTiming] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from _struct import Struct
 from mmap import mmap
 
 from steadyrun.core.layout import (
@@ -86,6 +85,8 @@ def timing_writer(words: memoryview, base: int) -> Callable[..., None]:
 
     Under a microsecond, no system call. One thread at a time may call it.
     """
+    from struct import Struct  # here: torch has it by the time that there are steps
+
     pack_into = Struct(f"={len(TIMING_FIELDS)}d").pack_into
     raw = words.cast("B")
     first = (base + S_TIMING) * 8
