@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,43 +13,68 @@ from numpy.typing import NDArray
 from steadyrun.core.timing import StepTiming
 from steadyrun.detect.straggler.records import Floats, StepDetails, StepFrame
 
-__all__ = ["FIELDS", "StepAlignment", "TimingBlock"]
+__all__ = ["FIELDS", "RECORD_BYTES", "StepAlignment", "TimingBlock"]
 
 FIELDS: Final = (
     "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
     "probe_s", "work", "flags",
 )  # fmt: skip
 AT: Final = {name: index for index, name in enumerate(FIELDS)}
-HEAD: Final = struct.Struct("<4sHH")
-MAGIC: Final = b"SRT1"
+HEAD: Final = struct.Struct("<4sI")
+MAGIC: Final = b"SRT2"
+# One rank's step. Rows of one size can be joined as bytes: a leader with hundreds of nodes reads them all at once.
+ROW: Final = struct.Struct(f"<qi{len(FIELDS)}f")
+RECORD: Final = np.dtype([("step", "<i8"), ("rank", "<i4"), ("values", "<f4", (len(FIELDS),))])
+RECORD_BYTES: Final = RECORD.itemsize
+MOST_STEP: Final = 1 << 62
+MOST_VALUE: Final = 3e38  # of a float of four bytes
+NAN: Final = float("nan")
+
+Records: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimingBlock:
-    """Some steps of some ranks: ``values`` is [steps, fields, ranks], NaN where a rank has no such step."""
+    """Some steps of some ranks: ``records`` has a step, a rank and its values of ``FIELDS`` in each row."""
 
-    ranks: NDArray[np.int32]
-    steps: NDArray[np.int64]
-    values: NDArray[np.float32]
+    records: Records
 
     @classmethod
     def of_rows(cls, rows: Mapping[int, Sequence[StepTiming]]) -> TimingBlock:
-        """From what a node's ranks told; the last one counts where a rank told a step twice."""
-        ranks = np.array(sorted(rows), dtype=np.int32)
-        steps = np.array(sorted({t.step for timings in rows.values() for t in timings}), dtype=np.int64)
-        place = {int(step): index for index, step in enumerate(steps)}
-        values = np.full((len(steps), len(FIELDS), len(ranks)), np.nan, np.float32)
-        for column, rank in enumerate(ranks.tolist()):
-            for timing in rows[rank]:
-                row = [getattr(timing, name) for name in FIELDS]
-                values[place[timing.step], :, column] = [np.nan if v is None else v for v in row]
-        return cls(ranks, steps, values)
+        """From what a node's ranks told; the last one counts where a rank told a step twice.
+
+        Values that no step can have (ranks may write anything into their board) are left out with their step.
+        """
+        return cls.of_bytes(b"".join(_packed(rank, t) for rank, timings in rows.items() for t in timings))
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> TimingBlock:
+        """From packed rows without a head, of one block or of several joined.
+
+        Raises:
+            ValueError: *data* ends within a row.
+        """
+        if len(data) % RECORD_BYTES:
+            raise ValueError(f"cannot read timings: {len(data)} bytes are no multiple of {RECORD_BYTES}")
+        return cls(np.frombuffer(data, RECORD))
+
+    @property
+    def ranks(self) -> NDArray[np.int32]:
+        found: NDArray[np.int32] = self.records["rank"]
+        return found
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self.records["step"]
+        return found
+
+    def to_bytes(self) -> bytes:
+        """The rows alone: 60 bytes per rank and step."""
+        return self.records.tobytes()
 
     def pack(self) -> bytes:
-        """For the way to the leading agent: 48 bytes per rank and step."""
-        head = HEAD.pack(MAGIC, len(self.ranks), len(self.steps))
-        parts = (self.ranks.astype("<i4"), self.steps.astype("<i8"), self.values.astype("<f4"))
-        return head + b"".join(part.tobytes() for part in parts)
+        """With a head that says what it is."""
+        return HEAD.pack(MAGIC, len(self.records)) + self.to_bytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> TimingBlock:
@@ -60,24 +85,31 @@ class TimingBlock:
         """
         if len(data) < HEAD.size:
             raise ValueError(f"cannot read timings: {len(data)} bytes are too few")
-        magic, ranks, steps = HEAD.unpack_from(data)
-        size = HEAD.size + 4 * ranks + 8 * steps + 4 * ranks * steps * len(FIELDS)
+        magic, count = HEAD.unpack_from(data)
+        size = HEAD.size + RECORD_BYTES * count
         if magic != MAGIC or len(data) != size:
             raise ValueError(f"cannot read timings: {len(data)} bytes that begin with {magic!r}, expected {size}")
-        at = HEAD.size
-        who = np.frombuffer(data, "<i4", ranks, at)
-        when = np.frombuffer(data, "<i8", steps, at + 4 * ranks)
-        values = np.frombuffer(data, "<f4", -1, at + 4 * ranks + 8 * steps)
-        return cls(
-            who.astype(np.int32), when.astype(np.int64), values.reshape(steps, len(FIELDS), ranks).astype(np.float32)
-        )
+        return cls.of_bytes(data[HEAD.size :])
+
+
+def _packed(rank: int, t: StepTiming) -> bytes:
+    probe_s = NAN if t.probe_s is None else t.probe_s
+    work = NAN if t.work is None else t.work
+    values = (
+        t.wall_s, t.busy_s, t.forward_s, t.backward_s, t.optimizer_s, t.data_s, t.checkpoint_s, t.wait_s, t.cpu_s,
+        probe_s, work, t.flags & 0xFFFF,
+    )  # fmt: skip
+    if not 0 <= t.step < MOST_STEP or max(values) > MOST_VALUE or min(values) < -MOST_VALUE:
+        return b""
+    return ROW.pack(t.step, rank, *values)
 
 
 class StepAlignment:
     """Collects blocks; gives a step out when all ranks have told it, or when it has waited long enough for the rest.
 
     A rank that does not tell (its node is cut off, it hangs) is missing in the frame, and delays others by at most
-    *patience_s*. Steps come out in order; what comes later than its step is dropped and counted in ``late``.
+    *patience_s*. Steps come out in order; what comes later than its step is dropped and counted in ``late``. When most
+    ranks count from a lower step again (the script has gone back, or begun another loop), the order begins anew there.
     """
 
     def __init__(self, world_size: int, patience_s: float = 5.0, most_steps: int = 256) -> None:
@@ -86,28 +118,52 @@ class StepAlignment:
         self.most_steps = most_steps
         self.late = 0
         self._values: dict[int, NDArray[np.float32]] = {}
-        self._told: dict[int, int] = {}
         self._since_s: dict[int, float] = {}
+        self._told: dict[int, int] = {}
+        self._newest = np.full(world_size, -1, np.int64)  # step that each rank told last
+        self._is_back = np.zeros(world_size, np.bool_)  # has told a lower step than before, and none that counts since
         self._given = -1
 
     def add(self, block: TimingBlock, now_s: float) -> None:
         """*block* came at *now_s* (monotonic)."""
-        inside = (block.ranks >= 0) & (block.ranks < self.world_size)
-        ranks = block.ranks[inside]
-        values = block.values if inside.all() else block.values[:, :, inside]
-        for row, step in enumerate(block.steps.tolist()):
-            told = int((~np.isnan(values[row, AT["wall_s"]])).sum())
-            if step <= self._given:
-                self.late += told
-                continue
-            kept = self._values.get(step)
-            if kept is None:
-                kept = np.full((len(FIELDS), self.world_size), np.nan, np.float32)
-                self._values[step] = kept
-                self._since_s[step] = now_s
-                self._told[step] = 0
-            kept[:, ranks] = np.where(np.isnan(values[row]), kept[:, ranks], values[row])
-            self._told[step] += told
+        records = block.records
+        ranks = np.ascontiguousarray(records["rank"])
+        if len(ranks) and (int(ranks.min()) < 0 or int(ranks.max()) >= self.world_size):
+            records = records[(ranks >= 0) & (ranks < self.world_size)]
+            ranks = np.ascontiguousarray(records["rank"])
+        if not len(records):
+            return
+        steps = np.ascontiguousarray(records["step"])
+        first, last = int(steps.min()), int(steps.max())
+        self._note_returns(ranks, steps, first)
+        if first == last:
+            self._add_step(first, ranks, records["values"], now_s)
+            return
+        for step in np.unique(steps).tolist():
+            mine = steps == step
+            self._add_step(step, ranks[mine], records["values"][mine], now_s)
+
+    def _note_returns(self, ranks: NDArray[np.int32], steps: NDArray[np.int64], first: int) -> None:
+        if first > self._given:
+            self._is_back[ranks] = False
+        else:
+            lower = steps < self._newest[ranks]
+            self._is_back[ranks] = (steps <= self._given) & (self._is_back[ranks] | lower)
+            if int(self._is_back.sum()) * 2 > self.world_size:
+                self.restart()
+        self._newest[ranks] = steps
+
+    def _add_step(self, step: int, ranks: NDArray[np.int32], values: NDArray[np.float32], now_s: float) -> None:
+        if step <= self._given:
+            self.late += len(ranks)
+            return
+        kept = self._values.get(step)
+        if kept is None:
+            kept = np.full((self.world_size, len(FIELDS)), np.nan, np.float32)
+            self._values[step] = kept
+            self._since_s[step] = now_s
+        kept[ranks] = values
+        self._told[step] = self.world_size - int(np.isnan(kept[:, AT["wall_s"]]).sum())
 
     def ready(self, now_s: float) -> list[StepFrame]:
         """Steps that are complete, or have waited enough, in order; a later complete step does not overtake."""
@@ -126,22 +182,25 @@ class StepAlignment:
         self._values.clear()
         self._told.clear()
         self._since_s.clear()
+        self._newest.fill(-1)
+        self._is_back.fill(False)
         self._given = -1
 
 
 def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
-    def column(name: str) -> Floats | None:
-        found = values[AT[name]]
-        return None if np.isnan(found).all() else found.astype(np.float64)
+    columns = values.T.astype(np.float64, order="C")
+    is_unknown: NDArray[np.bool_] = np.asarray(np.isnan(columns).all(axis=1))
 
-    flags = np.nan_to_num(values[AT["flags"]]).astype(np.int64)
-    has_flags = bool(flags.any())
+    def column(name: str) -> Floats | None:
+        return None if is_unknown[AT[name]] else columns[AT[name]]
+
+    flags = np.nan_to_num(columns[AT["flags"]]).astype(np.int64)
     return StepFrame(
         step=step,
-        busy_s=values[AT["busy_s"]].astype(np.float64),
+        busy_s=columns[AT["busy_s"]],
         work=column("work"),
         probe_s=column("probe_s"),
-        flags=flags if has_flags else 0,
+        flags=flags if flags.any() else 0,
         details=StepDetails(
             wall_s=column("wall_s"),
             forward_s=column("forward_s"),

@@ -184,3 +184,34 @@ def test_a_run_of_wall_times_says_that_they_name_nobody() -> None:
     report = analyse([StepFrame(step, np.zeros(2)) for step in range(5)], None, 2, config=StragglerConfig())
     assert report.slow == ()
     assert "name nobody" in report.notes[0]
+
+
+def test_the_order_begins_anew_where_most_ranks_count_from_a_lower_step() -> None:
+    alignment = StepAlignment(3)
+    alignment.add(TimingBlock.of_rows({r: [timing(s) for s in range(10, 20)] for r in range(3)}), now_s=0.0)
+    assert len(alignment.ready(0.0)) == 10
+    alignment.add(TimingBlock.of_rows({0: [timing(5), timing(6)]}), now_s=1.0)  # one alone: late, or mistaken
+    assert alignment.ready(10.0) == []
+    for rank in (1, 2):
+        alignment.add(TimingBlock.of_rows({rank: [timing(5), timing(6)]}), now_s=11.0)
+    alignment.add(TimingBlock.of_rows({r: [timing(7)] for r in range(3)}), now_s=12.0)
+    assert [f.step for f in alignment.ready(20.0)][-1] == 7
+
+
+def test_nodes_that_are_cut_off_do_not_look_like_a_return() -> None:
+    alignment = StepAlignment(3, patience_s=1.0)
+    alignment.add(TimingBlock.of_rows({r: [timing(1)] for r in range(3)}), now_s=0.0)
+    given = [f.step for f in alignment.ready(0.0)]
+    for step in range(2, 30):
+        alignment.add(TimingBlock.of_rows({0: [timing(step)]}), now_s=float(step))
+        given += [f.step for f in alignment.ready(float(step))]
+    assert given == list(range(1, 29))
+
+
+def test_steps_that_cannot_be_are_left_out() -> None:
+    rows = {0: [timing(-1), timing(1 << 63), replace(timing(2), wall_s=1e300), timing(3)], 9: [timing(3)]}
+    alignment = StepAlignment(2)
+    alignment.add(TimingBlock.of_rows(rows), now_s=0.0)
+    frames = alignment.ready(9.0)
+    assert [f.step for f in frames] == [3]
+    assert np.isnan(frames[0].busy_s).tolist() == [False, True]
