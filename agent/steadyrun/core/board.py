@@ -360,7 +360,7 @@ class Board:
 def _timing(words: list[float]) -> StepTiming | None:
     """None where the words cannot be a timing: the rank's own code may write anywhere in its memory."""
     step, at_s, wall_s, busy_s, forward_s, backward_s, optimizer_s, data_s, checkpoint_s, wait_s, cpu_s = words[:11]
-    probe_s, work, flags = (v if math.isfinite(v) else None for v in words[11:])
+    probe_s, work, flags, starved_s = (v if math.isfinite(v) else None for v in words[11:])
     if flags is None or not all(map(math.isfinite, words[:11])):
         return None
     return StepTiming(
@@ -378,4 +378,5 @@ def _timing(words: list[float]) -> StepTiming | None:
         probe_s=probe_s,
         work=work,
         flags=int(flags),
+        starved_s=starved_s or 0.0,
     )

@@ -83,6 +83,7 @@ TIMING_FIELDS = (
     "probe_s",
     "work",
     "flags",
+    "starved_s",
 )
 assert len(TIMING_FIELDS) <= TIMING_WORDS
 SLOT_WORDS = S_TIMING + TIMING_RING * TIMING_WORDS

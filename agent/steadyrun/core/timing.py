@@ -37,6 +37,10 @@ class StepTiming:
         probe_s: time of the fixed probe, or None without one in this step.
         work: tokens, or another measure of the step's work that the user gave.
         flags: TAG_*.
+        starved_s: part of ``busy_s`` in which the thread could have run and did not: others had the core, or a quota
+            was used up (/proc/thread-self/schedstat, second number). On hosts with fewer cores than busy threads it
+            is most of what differs between ranks, so that only ``busy_s - starved_s`` compares their work. 0 where
+            times are the device's or the kernel does not tell.
     """
 
     step: int
@@ -53,6 +57,7 @@ class StepTiming:
     probe_s: float | None = None
     work: float | None = None
     flags: int = 0
+    starved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from steadyrun.core import layout
 from steadyrun.core.timing import TAG_FORWARD_SEEN, StepTiming
 from steadyrun.watch.slot import timing_writer
 
-TIMING = StepTiming(12, 3.5, 0.5, 0.4, 0.1, 0.2, 0.05, 0.05, 0.01, 0.09, 0.45, 0.005, 4096.0, TAG_FORWARD_SEEN)
+TIMING = StepTiming(12, 3.5, 0.5, 0.4, 0.1, 0.2, 0.05, 0.05, 0.01, 0.09, 0.45, 0.005, 4096.0, TAG_FORWARD_SEEN, 0.02)
 
 
 def values(timing: StepTiming) -> tuple[float, ...]:
