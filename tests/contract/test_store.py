@@ -173,6 +173,29 @@ def test_many_keys_can_be_watched_at_once(world: World) -> None:
     assert all(e.value == e.key.encode() for e in got)
 
 
+def test_followed_keys_are_delivered_whenever_they_change(world: World) -> None:
+    a, b = world.connect("a"), world.connect("b")
+    b.set("pace/1", b"1")
+    a.follow(["pace/1", "pace/2"], 0.05)
+    assert events(a, 1) == [StoreEvent("pace/1", b"1")]
+    b.set("pace/2", b"")
+    assert events(a, 1) == [StoreEvent("pace/2", b"")]
+    b.set("pace/2", b"second")
+    assert events(a, 1) == [StoreEvent("pace/2", b"second")]
+    b.set("pace/2", b"second")  # the same again is no news
+    b.set("pace/1", b"2")
+    assert events(a, 1) == [StoreEvent("pace/1", b"2")]
+    a.follow(["pace/3"], 0.05)
+    a.set("pace/2", b"third")
+    a.set("pace/3", b"3")
+    assert events(a, 1) == [StoreEvent("pace/3", b"3")]
+    a.follow([], 0.05)
+    a.set("pace/3", b"4")
+    a.set("mine", b"1")
+    a.watch("mine")
+    assert events(a, 1) == [StoreEvent("mine", b"1")]
+
+
 def test_nothing_is_readable_without_an_event(world: World) -> None:
     a = world.connect("a")
     a.watch("never")

@@ -17,6 +17,7 @@ finished/A             last one    every node's ranks ended with 0 (counter fini
 drain                  first wins  JSON: somebody was asked to stop; ranks should leave at a common call
 calls/G                each node   how often its ranks have called should_stop()
 stop_at                leader      the call from which should_stop() is true
+pace/A/G               each node   its ranks' newest step timings, packed; set anew every second
 =====================  ==========  ==========================================================================
 """
 
@@ -40,6 +41,7 @@ __all__ = [
     "Finished",
     "Lost",
     "Message",
+    "PaceTold",
     "StopAtTold",
     "StopTold",
     "StoreTold",
@@ -107,6 +109,13 @@ class StopAtTold:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceTold:
+    attempt: int
+    group_rank: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     reason: str
 
@@ -122,6 +131,7 @@ Message = (
     | DrainTold
     | CallsTold
     | StopAtTold
+    | PaceTold
     | Lost
 )
 
@@ -194,6 +204,14 @@ class ControlChannel:
     def tell_stop_at(self, call: int) -> None:
         self._store.set("stop_at", str(call).encode())
 
+    def tell_pace(self, attempt: int, payload: bytes) -> None:
+        """In place of what this node told before."""
+        self._store.set(f"pace/{attempt}/{self.group_rank}", payload)
+
+    def expect_pace(self, attempt: int, every_s: float) -> None:
+        """By the leader: hear what all other nodes tell of an attempt's pace, and of no other attempt's."""
+        self._store.follow([f"pace/{attempt}/{g}" for g in range(1, self.group_world_size)], every_s)
+
     # -- hearing -----------------------------------------------------------------------------------------------------
     def drain(self) -> list[Message]:
         """Messages since the last call, in order of arrival; a malformed one is dropped (it came from a peer)."""
@@ -239,6 +257,9 @@ class ControlChannel:
                     return CallsTold(int(rest), int(value))
                 case "stop_at":
                     return StopAtTold(int(value))
+                case "pace":
+                    attempt, _, group_rank = rest.partition("/")
+                    return PaceTold(int(attempt), int(group_rank), value)
                 case _:
                     return None
         except (ValueError, KeyError, TypeError):

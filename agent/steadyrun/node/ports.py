@@ -128,6 +128,14 @@ class AsyncStore(Protocol):
         """Deliver one StoreEvent once the key has a value (at once if it has one already)."""
         ...
 
+    def follow(self, keys: Sequence[str], every_s: float) -> None:
+        """Look at *keys* every *every_s* and deliver a StoreEvent for each value that is another than before.
+
+        For keys that are set again and again; what comes between two looks is missed. Replaces the keys of an earlier
+        call; without keys nothing is followed any more.
+        """
+        ...
+
     def drain(self) -> Sequence[StoreEvent]:
         """Events since the last call; never blocks."""
         ...

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from typing import Any, Final, Protocol
 
 from steadyrun.node.ports import StoreEvent
@@ -35,6 +36,7 @@ _STALL_LIMIT_S: Final = 30.0
 _CLOSE_LIMIT_S: Final = 1.0
 _MAX_WATCHERS: Final = 48
 _NAMESPACE_KEY: Final = "steadyrun/namespace"
+_NEW_KEYS_AT_ONCE: Final = 64  # of those followed that had no value yet, asked for one by one in each look
 
 
 class StoreClient(Protocol):
@@ -93,11 +95,17 @@ class _Watch:
 
 
 @dataclass(frozen=True, slots=True)
+class _Follow:
+    keys: tuple[str, ...]
+    every_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Close:
     pass
 
 
-_Order = _Set | _SetFirst | _Add | _Watch | _Close
+_Order = _Set | _SetFirst | _Add | _Watch | _Follow | _Close
 
 
 class _Watcher:
@@ -137,6 +145,40 @@ class _Watcher:
             self._deliver(key, value)
 
 
+class _Followed:
+    """Keys that are looked at again and again, and the values that were seen last."""
+
+    def __init__(self) -> None:
+        self._absent: deque[str] = deque()
+        self._values: dict[str, bytes] = {}
+        self._every_s = 1.0
+        self.due_s = inf
+
+    def begin(self, keys: Sequence[str], every_s: float) -> None:
+        self._values = {key: value for key, value in self._values.items() if key in keys}
+        self._absent = deque(key for key in keys if key not in self._values)
+        self._every_s = every_s
+        self.due_s = time.monotonic() if keys else inf
+
+    def look(self, client: StoreClient) -> list[tuple[str, bytes]]:
+        """Values that have changed. One question for all keys that have been set before."""
+        self.due_s = time.monotonic() + self._every_s
+        present = list(self._values)
+        for _ in range(min(len(self._absent), _NEW_KEYS_AT_ONCE)):
+            key = self._absent.popleft()
+            (present if client.check([key]) else self._absent).append(key)
+        if not present:
+            return []
+        multi_get = getattr(client, "multi_get", None)
+        values = multi_get(present) if multi_get is not None else [client.get(key) for key in present]
+        out = []
+        for key, value in zip(present, map(bytes, values), strict=True):
+            if self._values.get(key) != value:
+                self._values[key] = value
+                out.append((key, value))
+        return out
+
+
 class TorchAsyncStore:
     """``AsyncStore`` over a torch store that all nodes of the job share.
 
@@ -163,6 +205,7 @@ class TorchAsyncStore:
         self._busy_since_s: float | None = None
         self._watchers: list[_Watcher] = []
         self._polled: list[str] = []
+        self._followed = _Followed()
         self._worker_connection: _Connection | None = None
         self._worker = threading.Thread(target=self._work, name="steadyrun-store", daemon=True)
         self._worker.start()
@@ -187,6 +230,9 @@ class TorchAsyncStore:
 
     def watch(self, key: str) -> None:
         self._orders.put(_Watch(key))
+
+    def follow(self, keys: Sequence[str], every_s: float) -> None:
+        self._orders.put(_Follow(tuple(keys), every_s))
 
     def drain(self) -> Sequence[StoreEvent]:
         """Events since the last call; never blocks. Call it at least every few seconds: it also notices a server that
@@ -238,16 +284,19 @@ class TorchAsyncStore:
 
     def _work_once(self, connect: Callable[[], _Connection] | None, client: StoreClient) -> bool:
         self._busy_since_s = None
+        until_look_s = max(self._followed.due_s - time.monotonic(), 0.0)
         try:
-            order = self._orders.get(timeout=_POLL_S if self._polled else _ALIVE_CHECK_S)
+            order = self._orders.get(timeout=min(_POLL_S if self._polled else _ALIVE_CHECK_S, until_look_s))
         except queue.Empty:
             self._busy_since_s = time.monotonic()
             if self._polled:
                 self._poll(client)
-            else:
+            elif until_look_s > _ALIVE_CHECK_S:
                 client.check([_NAMESPACE_KEY])  # is the server still there?
+            self._look(client)
             return True
         self._busy_since_s = time.monotonic()
+        self._look(client)
         match order:
             case _Set(key, value):
                 client.set(key, value)
@@ -262,6 +311,8 @@ class TorchAsyncStore:
                     client.check([notify_key])
             case _Watch(key):
                 self._start_watch(key, connect, client)
+            case _Follow(keys, every_s):
+                self._followed.begin(keys, every_s)
             case _Close():
                 return False
         return True
@@ -283,6 +334,11 @@ class TorchAsyncStore:
             if client.check([key]):
                 self._polled.remove(key)
                 self._deliver(key, client.get(key))
+
+    def _look(self, client: StoreClient) -> None:
+        if time.monotonic() >= self._followed.due_s:
+            for key, value in self._followed.look(client):
+                self._deliver(key, value)
 
     # -- any thread ----------------------------------------------------------------------------------------------------
     def _deliver(self, key: str, value: bytes) -> None:

@@ -42,6 +42,7 @@ class StoreNetwork:
         self.values: dict[str, bytes] = {}
         self._counters: dict[str, int] = {}
         self._watches: dict[str, list[FakeAsyncStore]] = {}
+        self._followers: list[FakeAsyncStore] = []
         self._latency_s: dict[str, float] = {}
         self._stores: dict[str, list[FakeAsyncStore]] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -75,9 +76,13 @@ class StoreNetwork:
             self._later(self._latency_s.get(store.node, 0.0), lambda: None if store.is_cut else effect())
 
     def put(self, key: str, value: bytes) -> None:
+        has_changed = self.values.get(key) != value
         self.values[key] = value
         for store in self._watches.pop(key, ()):
             self._tell(store, key)
+        for store in self._followers if has_changed else ():
+            if key in store.followed:
+                self._tell(store, key)
 
     def add(self, key: str, amount: int, notify_at: int, notify_key: str) -> None:
         before = self._counters.get(key, 0)
@@ -90,6 +95,13 @@ class StoreNetwork:
             self._tell(store, key)
         else:
             self._watches.setdefault(key, []).append(store)
+
+    def follow(self, store: FakeAsyncStore) -> None:
+        if store not in self._followers:
+            self._followers.append(store)
+        for key in store.followed:
+            if key in self.values:
+                self._tell(store, key)
 
     def _tell(self, store: FakeAsyncStore, key: str) -> None:
         value = self.values[key]
@@ -107,6 +119,7 @@ class FakeAsyncStore:
     def __init__(self, network: StoreNetwork, node: str) -> None:
         self.node = node
         self.is_cut = False
+        self.followed: frozenset[str] = frozenset()
         self._network = network
         self._is_lost = False
         self._is_closed = False
@@ -129,6 +142,15 @@ class FakeAsyncStore:
 
     def watch(self, key: str) -> None:
         self._send(lambda: self._network.watch(self, key))
+
+    def follow(self, keys: Sequence[str], every_s: float) -> None:
+        """As the real one, but at once: no look is waited for."""
+
+        def begin() -> None:
+            self.followed = frozenset(keys)
+            self._network.follow(self)
+
+        self._send(begin)
 
     def drain(self) -> Sequence[StoreEvent]:
         self._network.deliver()
