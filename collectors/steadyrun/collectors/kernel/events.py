@@ -156,6 +156,10 @@ class KernelEvent:
             return ("xid", self.word("xid"), self.word("pci"), self.word("gi"), self.word("ci"))
         return (self.event, *(self.word(n) for n in _IDENTITY))
 
+    def timed(self, at_s: float, at_unix_s: float) -> KernelEvent:
+        """The same with these times."""
+        return replace(self, at_s=at_s, at_unix_s=at_unix_s)
+
     def to_json(self) -> dict[str, Any]:
         """One flat object; what is not known is left out."""
         cls = self.cls

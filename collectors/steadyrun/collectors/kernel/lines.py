@@ -7,6 +7,7 @@ from the kernel's own words by facility or tag: anybody may write ``NVRM: Xid`` 
 
 from __future__ import annotations
 
+import calendar
 import json
 import re
 import time
@@ -244,14 +245,14 @@ def _unix_s(stamp: str) -> float | None:
         if m := _ISO.search(stamp):
             parts, fraction = [int(m[i]) for i in range(1, 7)], float(f"0.{m[7] or 0}")
             if m[8] is None:
-                return time.mktime((*parts, 0, 0, -1)) + fraction  # type: ignore[arg-type]
+                return _local_s(parts) + fraction
             return _utc_s(parts) - _zone_s(m[8]) + fraction
         if m := _WORDS.search(stamp):
             month = _MONTHS.index(m[1]) + 1
             day = [int(m[i]) for i in (2, 3, 4, 5)]
             fraction = float(f"0.{m[6] or 0}")
             if m[7]:
-                return time.mktime((int(m[7]), month, *day, 0, 0, -1)) + fraction
+                return _local_s([int(m[7]), month, *day]) + fraction
             return _latest_s(month, day) + fraction
     except (ValueError, OverflowError, OSError):
         return None
@@ -259,9 +260,12 @@ def _unix_s(stamp: str) -> float | None:
 
 
 def _utc_s(parts: list[int]) -> float:
-    import calendar
-
     return float(calendar.timegm((*parts, 0, 0, 0)))
+
+
+def _local_s(parts: list[int]) -> float:
+    year, month, day, hour, minute, second = parts
+    return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
 
 
 def _zone_s(zone: str) -> float:
@@ -275,5 +279,5 @@ def _latest_s(month: int, day: list[int]) -> float:
     """Syslog writes no year: the newest one that does not lie ahead."""
     now_s = time.time()
     year = time.localtime(now_s).tm_year
-    at_s = time.mktime((year, month, *day, 0, 0, -1))  # type: ignore[arg-type]
-    return at_s if at_s <= now_s + 86400 else time.mktime((year - 1, month, *day, 0, 0, -1))  # type: ignore[arg-type]
+    at_s = _local_s([year, month, *day])
+    return at_s if at_s <= now_s + 86400 else _local_s([year - 1, month, *day])
