@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Final
 
-__all__ = ["EXIT_OF_CLASS", "Action", "ExitClass", "FaultClass", "Mode"]
+__all__ = ["EXIT_OF_CLASS", "PLANNED", "Action", "ExitClass", "FaultClass", "Mode"]
+
+# Triggers of a stop that is no fault: nothing to gather, nobody to blame.
+PLANNED: Final = frozenset({"membership", "rollback"})
 
 
 class FaultClass(str, Enum):

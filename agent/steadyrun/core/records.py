@@ -131,6 +131,7 @@ class Suspicion:
         since_s: CLOCK_MONOTONIC seconds of the last sign of progress.
         limit_s: the limit that was passed.
         accepted: the limit was given or calibrated; it alone allows to act.
+        is_soft: the limit only asks for a look; evidence of a hang is needed to act.
     """
 
     rank: int
@@ -139,6 +140,7 @@ class Suspicion:
     since_s: float
     limit_s: float
     accepted: bool = False
+    is_soft: bool = False
 
 
 @dataclass(frozen=True, slots=True)

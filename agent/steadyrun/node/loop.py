@@ -395,6 +395,8 @@ class NodeAgent:
                 case ev.Suspect(suspicion=suspicion, note=note):
                     self._record("suspicion", suspicion=suspicion, note=note)
                     self._say(f"steadyrun: {note}")
+                case ev.Alarm(stage=stage, key=key, suspicion=suspicion, note=note):
+                    self._record("alarm", stage=stage, key=key, suspicion=suspicion, note=note)
                 case ev.PublishStop():
                     self._publish_stop(command)
                 case ev.Gather():
@@ -705,6 +707,8 @@ class NodeAgent:
                     compiling=s.compiling,
                     io_moved=s.io_moved,
                     children_cpu_share=s.children_cpu_share,
+                    doing=s.doing,
+                    place=s.place,
                 )
                 for s in samples
             )

@@ -442,6 +442,8 @@ class World:
                 self._probe(node, ranks, window_s)
             case ev.Suspect(suspicion=suspicion, note=note):
                 self.suspects.append((self.now_s, node.id, suspicion, note))
+            case ev.Alarm():
+                pass  # among ``commands``
             case ev.PublishStop():
                 self.stops.append((self.now_s, node.id, command))
                 if epoch is not None and not node.is_cut:
@@ -631,6 +633,8 @@ class World:
                         cpu_share=1.0 if p.doing is Doing.BUSY else 0.0 if still else 0.9,
                         stack_unchanged=same and still,
                         in_collective=p.doing is Doing.WAITING,
+                        doing="collective" if p.doing is Doing.WAITING else "own_work",
+                        place=f"all_reduce at train.py:{p.in_collective}" if p.doing is Doing.WAITING else "",
                         compiling=p.doing is Doing.COMPILING,
                         io_moved=p.doing is Doing.SAVING,
                     )

@@ -15,7 +15,7 @@ from typing import Final
 
 from steadyrun.collectors.process import ProcessReader, ProcessSample
 from steadyrun.collectors.stacks import StackRequest
-from steadyrun.core.frames import Doing, activity_of, main_stack, same_place
+from steadyrun.core.frames import Doing, activity_of, callsite, main_stack, same_place, user_frame
 from steadyrun.core.records import ThreadStack
 
 __all__ = ["ProbeReading", "ProbeRunner", "RankSample", "read_samples"]
@@ -53,6 +53,8 @@ class ProbeReading:
     io_moved: bool = False
     children_cpu_share: float = 0.0
     stacks: tuple[ThreadStack, ...] = ()
+    doing: str = ""
+    place: str = ""
 
 
 def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
@@ -74,7 +76,8 @@ def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
     share = cpu_s / between_s if between_s > 0 else 0.0
     mains = [m.frames for s in samples if (m := main_stack(s.stacks)) is not None]
     every_sample = len(mains) == len(samples)
-    doing = activity_of(mains[-1]).doing if mains else Doing.UNKNOWN
+    activity = activity_of(mains[-1]) if mains else None
+    doing = activity.doing if activity is not None else Doing.UNKNOWN
     idle = share < IDLE_CPU_SHARE
     last = samples[-1].after if samples else None
     return ProbeReading(
@@ -88,6 +91,8 @@ def read_samples(rank: int, samples: Sequence[RankSample]) -> ProbeReading:
         io_moved=io_moved,
         children_cpu_share=round(children_cpu_s / between_s, 4) if between_s > 0 else 0.0,
         stacks=samples[-1].stacks if samples else (),
+        doing=doing.value if mains else "",
+        place=f"{activity.op} at {callsite(user_frame(mains[-1]))}" if activity is not None else "",
     )
 
 

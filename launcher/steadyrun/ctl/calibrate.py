@@ -14,17 +14,17 @@ from typing import Any, Final
 from steadyrun.core.errors import ConfigError
 from steadyrun.core.journal import read_journal
 from steadyrun.core.runfolder import RunFolder
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, SETUP, STEP
 from steadyrun.ctl.calibration.drawing import limits_svg
 from steadyrun.ctl.calibration.history import Earlier, earlier_in, flags_of, is_written, timeouts_json, write_timeouts
-from steadyrun.ctl.calibration.passes import RunPasses, add_to, read_passes
 from steadyrun.ctl.calibration.patternlogs import LogReading, read_logs, with_checked_groups
 from steadyrun.ctl.calibration.replay import limit_s
 from steadyrun.ctl.calibration.weighing import ONCE_A_START, Section, Weight, sections_of, weigh
 from steadyrun.ctl.console import Column, Console, duration, plain
 from steadyrun.ctl.runs import NotFoundError, live_nodes, open_run
 from steadyrun.detect.calibrate import OUT_OF_SECTION, Costs, History, SectionStatistics
+from steadyrun.detect.calibrate.passes import RunPasses, add_to, read_passes
 from steadyrun.node.machine.events import Limits
-from steadyrun.node.machine.watchdog import CHECKPOINTING, EVALUATION, SETUP, STEP
 
 __all__ = ["register"]
 

@@ -16,9 +16,9 @@ import pytest
 from steadyrun.core.board import OpenSection, SlotView
 from steadyrun.core.journal import read_journal
 from steadyrun.core.options import command_line_source, resolve
-from steadyrun.ctl.calibration.passes import read_passes
 from steadyrun.ctl.calibration.replay import fired
 from steadyrun.ctl.main import main
+from steadyrun.detect.calibrate.passes import read_passes
 from steadyrun.launcher.limits import limits_of
 from steadyrun.node.machine.events import Limits
 from steadyrun.node.machine.watchdog import Incarnation, overdue

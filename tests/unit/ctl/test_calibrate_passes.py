@@ -10,8 +10,8 @@ import pytest
 from recorded_runs import RecordedRun
 
 from steadyrun.core.journal import read_journal
-from steadyrun.ctl.calibration.passes import Pass, RunPasses, add_to, read_passes
 from steadyrun.detect.calibrate import OUT_OF_SECTION, History, SectionKey
+from steadyrun.detect.calibrate.passes import Pass, RunPasses, add_to, read_passes
 
 
 def passes_of(run: RecordedRun) -> RunPasses:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadyrun.core.board import OpenSection, SlotView
-from steadyrun.ctl.calibration.passes import Attempt, Pass, RunPasses
 from steadyrun.ctl.calibration.replay import fired, fired_as_it_grew, limit_s
 from steadyrun.detect.calibrate import OUT_OF_SECTION, SectionStatistics
+from steadyrun.detect.calibrate.passes import Attempt, Pass, RunPasses
 from steadyrun.node.machine.events import Limits
 from steadyrun.node.machine.watchdog import Incarnation, overdue
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from steadyrun.core.sections import OUT_OF_SECTION
 from steadyrun.detect.calibrate.histogram import Histogram
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
 STATISTICS_SCHEMA: Final = "steadyrun.section-statistics/1"
 HALF_LIFE_EVENTS: Final = 10_000.0
 HALF_LIFE_STARTS: Final = 100.0  # first passes: one per start
-OUT_OF_SECTION: Final = "out_of_section"  # the gaps between sections
 _EXTREMES: Final = 8  # longest durations that are kept with their rank and step
 _FORGOTTEN: Final = 1 / 16  # a longest duration is remembered for four half-lives
 _AGED_EVERY: Final = 64  # events, to spare the walk over all buckets

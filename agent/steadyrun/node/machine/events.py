@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
 
 from steadyrun.core.board import SlotView
-from steadyrun.core.classes import Action, ExitClass
+from steadyrun.core.classes import PLANNED, Action, ExitClass
 from steadyrun.core.records import Suspicion
+from steadyrun.core.sections import WARM_UP_STEPS
 
 __all__ = ["PLANNED", "Command", "Decision", "Event", "NodePhase", "ProbeResult", "RankPhase", "RankSlot"]
-
-# Triggers of a stop that is no fault: nothing to gather, nobody to blame.
-PLANNED: Final = frozenset({"membership", "rollback"})
 
 
 class RankPhase(Enum):
@@ -62,6 +59,8 @@ class ProbeResult:
         compiling: a frame of torch._dynamo, torch._inductor or triton is on the main stack.
         io_moved: bytes read or written by the process moved.
         children_cpu_share: CPU seconds per second of its descendants: a pool that works for a main thread that waits.
+        doing: what the main thread does, a value of ``core.frames.Doing``; empty where no stack could be had.
+        place: of a rank that waits in a collective, the operation and the user's line that called it.
     """
 
     rank: int
@@ -73,6 +72,8 @@ class ProbeResult:
     compiling: bool = False
     io_moved: bool = False
     children_cpu_share: float = 0.0
+    doing: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,13 @@ class SweepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsMade:
+    """Limits follow what has been seen; they hold once nobody is late by the new ones who is not by the old."""
+
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """A deadline is due, or a poll interval passed."""
 
@@ -268,6 +276,7 @@ Event = (
     | NodesWaiting
     | StopAsked
     | SweepDone
+    | LimitsMade
     | Tick
 )
 
@@ -301,6 +310,22 @@ class Suspect:
 
     suspicion: Suspicion
     note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Write into the journal that a calibrated limit has passed, once per pass of the job's, or what followed.
+
+    Attributes:
+        stage: ``soft``: the ranks are looked at; ``hard``: time alone acts; ``spared``: nothing shows a hang, *note*
+            says why.
+        key: what the limit is for: a section, ``step`` or ``out_of_section``.
+    """
+
+    stage: str
+    key: str
+    suspicion: Suspicion
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +429,7 @@ Command = (
     | Spawn
     | Probe
     | Suspect
+    | Alarm
     | PublishStop
     | Gather
     | Terminate
@@ -427,6 +453,10 @@ class Limits:
     or that were calibrated are named in ``accepted`` (``"step"``, ``"setup"``, ``"out_of_section"`` and so on): they
     alone allow to act, the others need a second signal. Keys besides section names: ``start``, ``setup``, ``step``
     (also the time between two steps of a script without sections), ``out_of_section``, ``teardown``.
+
+    ``soft``: by the same keys, when to look at the ranks; only evidence of a hang allows to act then. Never applied to
+    a first pass. ``calibrated``: those of ``accepted`` that durations chose; they do not hold for the times between the
+    first ``warm_up_steps`` steps after a start, nor for a rank that compiles.
     """
 
     start_s: float = 300.0  # spawn until the in-rank side reports
@@ -443,7 +473,12 @@ class Limits:
     sections: Mapping[str, float | None] = field(default_factory=dict)  # None as inf
     first: Mapping[str, float | None] = field(default_factory=dict)
     accepted: frozenset[str] = frozenset()
+    soft: Mapping[str, float] = field(default_factory=dict)
+    calibrated: frozenset[str] = frozenset()
+    warm_up_steps: int = WARM_UP_STEPS
     confirm_s: float = 6.0  # window of the second signal
+    soft_window_s: float = 2.0  # the same for a soft limit; most of it before the limit
+    soft_rest_s: float = 0.4  # that part of it which lies after the limit
     recheck_s: float = 60.0  # next look at a rank that is late and shown to move
     gather_s: float = 15.0
     restart_grace_s: float = 5.0

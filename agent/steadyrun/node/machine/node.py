@@ -19,9 +19,11 @@ from typing_extensions import assert_never
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, ExitClass, Mode
 from steadyrun.core.records import Suspicion
+from steadyrun.core.sections import CHECKPOINTING, SETUP, STEP
 from steadyrun.node.machine import watchdog
 from steadyrun.node.machine.events import (
     PLANNED,
+    Alarm,
     AllArrived,
     AllFinished,
     Arrive,
@@ -42,6 +44,7 @@ from steadyrun.node.machine.events import (
     Kill,
     Leave,
     Limits,
+    LimitsMade,
     NodePhase,
     NodesWaiting,
     OpenStore,
@@ -68,7 +71,7 @@ from steadyrun.node.machine.events import (
     Tick,
 )
 from steadyrun.node.machine.rank import InvalidTransition, RankMachine, Story
-from steadyrun.node.machine.watchdog import CHECKPOINTING, Incarnation, Watched
+from steadyrun.node.machine.watchdog import Incarnation, Watched
 
 __all__ = ["ALLOWED", "IGNORED", "NodeMachine"]
 
@@ -144,6 +147,8 @@ SWEEP_S: Final = 30.0  # a sweep takes about a second
 AWAKE_S: Final = 5.0  # later than promised by this: the agent itself was stopped
 FRESH_S: Final = 1.0  # a view this old may still be judged with a probe
 RECHECK_MOST_S: Final = 900.0
+LOOK_AGAIN_LEAST_S: Final = 1.0  # between two looks at ranks beyond a soft limit
+SHORTEST_LOOK_S: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -160,9 +165,9 @@ class _RankWatch:
     def see(self, view: SlotView | None) -> None:
         self.view = view
         for section in view.sections if view is not None else ():
-            if section.name not in (watchdog.SETUP, CHECKPOINTING):  # those two open by themselves
+            if section.name not in (SETUP, CHECKPOINTING):  # those two open by themselves
                 self.own_sections = True
-                self.own_step = self.own_step or section.name == watchdog.STEP
+                self.own_step = self.own_step or section.name == STEP
 
     def is_in(self, name: str) -> bool:
         return self.view is not None and any(s.name == name for s in self.view.sections)
@@ -179,6 +184,8 @@ class _ProbeAsked:
     until_s: float
     only_accepted: bool  # too short to be a second signal: it only looks for compilation
     results: Mapping[int, ProbeResult] | None = None
+    is_soft: bool = False  # for soft limits: it begins before they have passed
+    marks: Mapping[int, tuple[object, ...]] = field(default_factory=dict)  # of the ranks when it began
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +210,8 @@ class _Attempt:
     probe: _ProbeAsked | None = None
     holds: dict[Suspicion, float] = field(default_factory=dict)  # passed, but left alone until then
     looks: dict[tuple[int, str, str | None], int] = field(default_factory=dict)
+    soft_looks: dict[Suspicion, int] = field(default_factory=dict)
+    alarmed: dict[str, set[Suspicion]] = field(default_factory=dict)  # key of a soft limit -> told of the pass there is
     reported: dict[int, tuple[object, ...]] = field(default_factory=dict)
     cause: _Cause | None = None
     agreed: str | None = None  # trigger of the stop that won over all nodes
@@ -259,6 +268,7 @@ class NodeMachine:
         self._standbys_started = False
         self._due_s: float | None = None
         self._watched_now: list[Watched] | None = None
+        self._coming_limits: Limits | None = None  # until nobody is late by them alone
 
     # -- what others may ask -----------------------------------------------------------------------------------------
     @property
@@ -365,6 +375,9 @@ class NodeMachine:
                 self._on_stop_asked(signum, now_s, out)
             case SweepDone(attempt=attempt, stuck=stuck):
                 self._on_swept(event, attempt, stuck, now_s, out)
+            case LimitsMade(limits=limits):
+                self._coming_limits = limits
+                self._take_limits(now_s)
             case Tick():
                 pass
             case _:
@@ -457,6 +470,7 @@ class NodeMachine:
                 rank.move(RankPhase.RUNNING, now_s)
             if rank.phase is RankPhase.TERMINATING:
                 self._watch_grace(rank, now_s)
+        self._take_limits(now_s)
         if self.phase in LIVE:
             self._ask_for_standbys(now_s, out)
             self._tell_stopped(now_s, out)
@@ -481,8 +495,26 @@ class NodeMachine:
             ]
         return self._watched_now
 
+    def _take_limits(self, now_s: float) -> None:
+        """A limit that shrinks under a pass that has long begun would accuse it of what nobody had asked of it."""
+        new = self._coming_limits
+        if new is None:
+            return
+        if self.mode is not Mode.ACT:
+            new = replace(new, raised_s=inf)
+        if self.phase in LIVE:
+            old, before = self.limits, {w.key for w in self._watched() if w.due_s <= now_s}
+            self.limits, self._watched_now = new, None
+            if any(w.due_s <= now_s and w.key not in before for w in self._watched()):
+                self.limits, self._watched_now = old, None
+                return
+        self.limits, self._coming_limits, self._watched_now, self._due_s = new, None, None, None
+
     def _judged_from_s(self, w: Watched) -> float:
-        return max(w.due_s, self._now.holds.get(w.suspicion, -inf))
+        return max(w.looks_from_s if w.is_soft else w.due_s, self._now.holds.get(w.suspicion, -inf))
+
+    def _is_alarmed(self, w: Watched) -> bool:
+        return w.suspicion in self._now.alarmed.get(w.key, ())
 
     def _next_judgement_s(self) -> float:
         a = self._now
@@ -493,9 +525,11 @@ class NodeMachine:
             due_s.append(a.probe.until_s if a.probe.results is None else a.views_s + FRESH_S)
         if not a.reported:
             watched = self._watched()
+            next_s = [w.due_s for w in watched if w.is_soft and not self._is_alarmed(w)]
             if a.probe is not None:
                 watched = [w for w in watched if _acts_alone(w)]
-            due_s.append(max(min((self._judged_from_s(w) for w in watched), default=inf), a.judge_from_s))
+            next_s += [self._judged_from_s(w) for w in watched]
+            due_s.append(max(min(next_s, default=inf), a.judge_from_s))
         return min(due_s, default=inf)
 
     def _stopped_due_s(self, w: _RankWatch) -> float:
@@ -534,11 +568,18 @@ class NodeMachine:
         a.reported = {r: mark for r, mark in a.reported.items() if a.ranks[r].is_alive and a.watches[r].mark() == mark}
         if a.reported:
             return  # observe mode: that incident is told, and its victims say nothing new
+        self._tell_alarms(watched, now_s, out)
+        soft = [w for w in watched if w.is_soft]
+        watched = [w for w in watched if not w.is_soft]
         if a.probe is not None:
-            self._use_probe(a.probe, watched, now_s, out)
+            if not a.probe.is_soft or any(_acts_alone(w) and self._judged_from_s(w) <= now_s for w in watched):
+                self._use_probe(a.probe, watched, now_s, out)
+            else:
+                self._use_soft_probe(a.probe, soft, now_s, out)
             return
         late = [w for w in watched if self._judged_from_s(w) <= now_s]
         if not late:
+            self._look_softly(soft, now_s, out)
             return
         alone = [w for w in late if _acts_alone(w)]
         if alone:
@@ -560,6 +601,59 @@ class NodeMachine:
         probe.results = {p.rank: p for p in results}
         if now_s - self._now.views_s < FRESH_S:
             self._look(now_s, out)  # else the next BoardRead judges; next_deadline_s asks for it
+
+    def _tell_alarms(self, watched: list[Watched], now_s: float, out: list[Command]) -> None:
+        """Of soft limits that have passed, once per pass of the job's: the ranks are late in it one after the other."""
+        alarmed = self._now.alarmed
+        late: dict[str, list[Suspicion]] = {}
+        for w in watched:
+            if w.is_soft and w.due_s <= now_s:
+                late.setdefault(w.key, []).append(w.suspicion)
+        for key in [k for k in alarmed if k not in late]:
+            del alarmed[key]
+        for key, suspicions in late.items():
+            if alarmed.get(key, set()).isdisjoint(suspicions):
+                out.append(Alarm("soft", key, min(suspicions, key=lambda s: s.since_s)))
+            alarmed[key] = set(suspicions)
+
+    def _look_softly(self, soft: list[Watched], now_s: float, out: list[Command]) -> None:
+        """Begin the look at all ranks that is to end a moment after the soft limit has passed."""
+        a = self._now
+        for gone in a.soft_looks.keys() - {w.suspicion for w in soft}:
+            del a.soft_looks[gone]
+        due = [w for w in soft if self._judged_from_s(w) <= now_s]
+        if not due:
+            return
+        until_s = min(w.due_s for w in due) + self.limits.soft_rest_s
+        window_s = max(SHORTEST_LOOK_S, min(until_s - now_s, self.limits.soft_window_s))
+        ranks = tuple(r for r, rank in a.ranks.items() if rank.is_alive)
+        marks = {r: a.watches[r].mark() for r in ranks}
+        a.probe = _ProbeAsked(ranks, now_s + window_s + PROBE_SLACK_S, False, is_soft=True, marks=marks)
+        out.append(Probe(ranks, window_s))
+
+    def _use_soft_probe(self, probe: _ProbeAsked, soft: list[Watched], now_s: float, out: list[Command]) -> None:
+        a = self._now
+        if probe.results is None and now_s < probe.until_s:
+            return
+        a.probe = None
+        asked = [w for w in soft if self._judged_from_s(w) <= now_s]
+        for w in asked:
+            if w.due_s > now_s:  # the look was cut short: it has to be taken again
+                a.holds[w.suspicion] = w.due_s
+        late = [w for w in asked if w.due_s <= now_s]
+        if not late:
+            return
+        alive = [r for r, rank in a.ranks.items() if rank.is_alive]
+        advanced = [r for r in alive if a.watches[r].mark() != probe.marks.get(r)]
+        verdict = watchdog.judge_soft(late, probe.results or {}, alive, self.world_size, advanced)
+        if verdict.guilty:
+            self._act(verdict.guilty, late, now_s, out, probe.results)
+            return
+        for w in late:
+            s, times = w.suspicion, a.soft_looks.get(w.suspicion, 0)
+            a.soft_looks[s] = times + 1
+            a.holds[s] = now_s + max(LOOK_AGAIN_LEAST_S, s.limit_s / 2) * 2**times
+            out.append(Alarm("spared", w.key, s, verdict.spared[s.rank]))
 
     def _use_probe(self, probe: _ProbeAsked, watched: list[Watched], now_s: float, out: list[Command]) -> None:
         a = self._now
@@ -613,8 +707,10 @@ class NodeMachine:
             trigger = "hang"
         worst = next((s for s in first if s.rank in stopped), min(first, key=lambda s: s.since_s))
         cause = _Cause(trigger, _said(worst, now_s), suspicions)
+        keys = {w.suspicion: w.key for w in watched if w.key in self.limits.calibrated}
+        out.extend(Alarm("hard", keys[s], s) for s in first[:1] if s in keys and not s.is_soft)
         out.extend(
-            Suspect(s, f"{_said(s, now_s)}: two signals agree" if not s.accepted else _said(s, now_s)) for s in first
+            Suspect(s, _said(s, now_s) if s.accepted else f"{_said(s, now_s)}: {_evidence_of(s)}") for s in first
         )
         if self.mode is Mode.OBSERVE:
             a.reported = {s.rank: a.watches[s.rank].mark() for s in suspicions}
@@ -677,7 +773,7 @@ class NodeMachine:
         if cause.trigger not in PLANNED:
             late = () if own is None else own.suspicions
             if not late:
-                late = tuple(w.suspicion for w in self._watched() if w.due_s <= now_s)
+                late = tuple(w.suspicion for w in self._watched() if w.due_s <= now_s and not w.is_soft)
             self._gather(_Cause(cause.trigger, cause.reason, late), now_s, out)
         elif own is not None and own.trigger not in PLANNED:
             self._gather(own, now_s, out, only_report=True)
@@ -1080,9 +1176,13 @@ def _acts_alone(w: Watched) -> bool:
     return w.suspicion.accepted and not w.ask_compiling
 
 
+def _evidence_of(s: Suspicion) -> str:
+    return "a look at the ranks shows a hang" if s.is_soft else "two signals agree"
+
+
 def _said(s: Suspicion, now_s: float) -> str:
     """A suspicion as one line for a person."""
-    for_s = f"{now_s - s.since_s:.1f} s (limit {s.limit_s:g} s)"
+    for_s = f"{now_s - s.since_s:.1f} s ({'soft ' * s.is_soft}limit {s.limit_s:g} s)"
     match s.kind:
         case "never_reported":
             return f"rank {s.rank} has not reported since its start, for {for_s}"

@@ -19,26 +19,33 @@ raised             the end of the script by an exception     the same (``raised_
 A section that nobody gave a limit for (not the user, not a known name) may be the loop around everything, so steps and
 beats inside it count as its progress. A section left open by mistake never switches anything off: the time between
 steps is suspended only by a section of the main thread that was entered after the newest step.
+
+Limits that durations chose come in two stages. At the soft one all ranks of the node are looked at (``judge_soft``),
+and only what shows a hang allows to act; that look begins before the limit, so that it ends soon after. At the hard
+one time alone acts, unless the rank compiles. Neither holds where nothing like it was seen: in the first pass of a
+section (which has a limit of its own) and between the first steps after a start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
 from steadyrun.core.board import SlotView
+from steadyrun.core.frames import Doing
 from steadyrun.core.records import Suspicion
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, MAIN_LANE, SETUP, STEP
+from steadyrun.core.sections import OUT_OF_SECTION as OUTSIDE
 from steadyrun.node.machine.events import Limits, ProbeResult
 
 __all__ = [
-    "CHECKPOINTING",
-    "EVALUATION",
     "Incarnation",
     "Judgement",
     "Watched",
     "judge",
+    "judge_soft",
     "next_deadline_s",
     "overdue",
     "quiet_s",
@@ -46,12 +53,6 @@ __all__ = [
     "watched",
 ]
 
-SETUP: Final = "setup"
-STEP: Final = "step"
-OUTSIDE: Final = "out_of_section"  # a key of limits, not a section
-CHECKPOINTING: Final = "checkpointing"
-EVALUATION: Final = frozenset({"evaluation", "eval", "evaluate", "validation", "validate", "test"})
-MAIN_LANE: Final = 0
 IDLE_CPU_SHARE: Final = 0.02  # below: the process does nothing
 BUSY_CPU_SHARE: Final = 0.5  # above: the process computes
 BUSY_CHILDREN_SHARE: Final = 0.2  # above: descendants work for it
@@ -88,13 +89,22 @@ class Watched:
         suspicion: what to say once it has passed.
         due_s: when it passes.
         compile_until_s: until then a rank that compiles is not hung.
-        ask_compiling: an accepted limit on a first pass of ``step`` or ``setup``: look for compilation before acting.
+        ask_compiling: an accepted limit on a first pass of ``step`` or ``setup``, or a calibrated one: look for
+            compilation before acting.
+        key: what the limit is for, as ``Limits`` has it.
+        looks_from_s: of a soft limit, when the look at the ranks begins.
     """
 
     suspicion: Suspicion
     due_s: float
     compile_until_s: float
     ask_compiling: bool = False
+    key: str = ""
+    looks_from_s: float = inf
+
+    @property
+    def is_soft(self) -> bool:
+        return self.suspicion.is_soft
 
 
 def view_of(who: Incarnation, view: SlotView | None) -> SlotView | None:
@@ -119,20 +129,19 @@ def watched(who: Incarnation, view: SlotView | None, limits: Limits) -> list[Wat
         return [Watched(suspicion, due_s, due_s)]
     if view.finished_s is not None:
         return _listed(_watch(who, limits, "teardown", None, "teardown", limits.teardown_s, view.finished_s))
-    found = [_watch_section(who, view, limits, i) for i in range(len(view.sections))]
-    found.append(_watch_progress(who, view, limits))
-    found.append(_watch_end(who, view, limits))
-    return _listed(*found)
+    found = [w for i in range(len(view.sections)) for w in _watch_section(who, view, limits, i)]
+    found += _watch_progress(who, view, limits)
+    return [*found, *_listed(_watch_end(who, view, limits))]
 
 
 def overdue(who: Incarnation, view: SlotView | None, limits: Limits, now_s: float) -> list[Suspicion]:
-    """What the rank is suspected of now."""
-    return [w.suspicion for w in watched(who, view, limits) if w.due_s <= now_s]
+    """What the rank is suspected of now, soft limits left out."""
+    return [w.suspicion for w in watched(who, view, limits) if w.due_s <= now_s and not w.is_soft]
 
 
 def next_deadline_s(who: Incarnation, view: SlotView | None, limits: Limits, now_s: float) -> float:
-    """When the next deadline passes that has not passed yet; ``inf``: none."""
-    return min((w.due_s for w in watched(who, view, limits) if w.due_s > now_s), default=inf)
+    """When the next deadline passes that has not passed yet, soft ones left out; ``inf``: none."""
+    return min((w.due_s for w in watched(who, view, limits) if w.due_s > now_s and not w.is_soft), default=inf)
 
 
 # -- the single deadlines --------------------------------------------------------------------------------------------
@@ -158,7 +167,27 @@ def _watch(
     if limit_s == inf:
         return None
     suspicion = Suspicion(who.rank, kind, section, since_s, limit_s, key in limits.accepted)
-    return Watched(suspicion, since_s + limit_s, since_s + max(limit_s, limits.first_step_s))
+    patience_s = since_s + max(limit_s, limits.first_step_s)
+    return Watched(suspicion, since_s + limit_s, patience_s, key in limits.calibrated, key)
+
+
+def _with_soft(hard: Watched, limits: Limits) -> list[Watched]:
+    """The deadline and, before it, the soft one that its key has."""
+    soft_s = limits.soft.get(hard.key, inf)
+    if soft_s >= hard.suspicion.limit_s:
+        return [hard]
+    due_s = hard.suspicion.since_s + soft_s
+    ahead_s = max(0.0, min(limits.soft_window_s - limits.soft_rest_s, soft_s / 2))
+    suspicion = replace(hard.suspicion, limit_s=soft_s, accepted=False, is_soft=True)
+    return [hard, Watched(suspicion, due_s, hard.due_s, False, hard.key, due_s - ahead_s)]
+
+
+def _endless(who: Incarnation, limits: Limits, key: str, section: str | None, since_s: float) -> Watched | None:
+    """Stands for a hard limit that is switched off where the soft one is not."""
+    if key not in limits.soft:
+        return None
+    kind = "no_progress" if section is None else "section"
+    return Watched(Suspicion(who.rank, kind, section, since_s, inf), inf, inf, False, key)
 
 
 def _known_limit_s(name: str, limits: Limits) -> float | None:
@@ -176,7 +205,7 @@ def _known_limit_s(name: str, limits: Limits) -> float | None:
     return None
 
 
-def _watch_section(who: Incarnation, view: SlotView, limits: Limits, index: int) -> Watched | None:
+def _watch_section(who: Incarnation, view: SlotView, limits: Limits, index: int) -> list[Watched]:
     section = view.sections[index]
     name, since_s = section.name, section.since_s
     accepted = name in limits.accepted
@@ -196,31 +225,54 @@ def _watch_section(who: Incarnation, view: SlotView, limits: Limits, index: int)
             since_s = _newest(since_s, view.beat_at_s, view.last_change_s if who.own_sections else None)
     elif known_s is None:
         since_s = _newest(since_s, view.beat_at_s, view.step_at_s)
-    if limit_s == inf:
-        return None
     patience_s = max(limit_s, limits.first_step_s, first_limit_s if first else 0.0)
-    ask = accepted and first and name in (SETUP, STEP)
+    ask = accepted and ((first and name in (SETUP, STEP)) or name in limits.calibrated)
     suspicion = Suspicion(who.rank, "section", name, since_s, limit_s, accepted)
-    return Watched(suspicion, since_s + limit_s, since_s + patience_s, ask)
+    found = Watched(suspicion, since_s + limit_s, since_s + patience_s, ask, name)
+    both = [found] if first else _with_soft(found, limits)
+    return [w for w in both if w.due_s != inf]
 
 
-def _watch_progress(who: Incarnation, view: SlotView, limits: Limits) -> Watched | None:
+def _watch_progress(who: Incarnation, view: SlotView, limits: Limits) -> list[Watched]:
     assert view.attached_s is not None
     since_s = _newest(view.attached_s, view.step_at_s, view.beat_at_s, view.last_change_s)
     last_step_s = view.step_at_s if view.step_at_s is not None else -inf
     inside = [s for s in view.sections if s.lane == MAIN_LANE]
     if view.step_at_s is None and any(s.name == SETUP for s in inside):
-        return None  # before the first step, section setup is the judge
+        return []  # before the first step, section setup is the judge
     if any(s.since_s > last_step_s and s.name != SETUP for s in inside):
-        return None  # that section's own limit is the judge
+        return []  # that section's own limit is the judge
+    if view.steps_done <= limits.warm_up_steps:
+        limits = _without_calibrated(limits)
     outside = _watch(who, limits, "no_progress", None, OUTSIDE, limits.out_of_section_s, since_s)
     if view.step_at_s is None or who.own_step:
-        return outside
+        return _both_stages(who, limits, OUTSIDE, outside, since_s)
     between_steps = _watch(who, limits, "no_progress", None, STEP, limits.step_s, since_s)
     # Calibrated together with sections that this script does not have, the limit may be below the time of a step.
     is_meant = OUTSIDE in limits.accepted and (who.own_sections or STEP not in limits.accepted)
     found = [w for w in (between_steps, outside if is_meant else None) if w is not None]
-    return min(found, key=lambda w: w.due_s, default=None)
+    first = min(found, key=lambda w: w.due_s, default=None)
+    return _both_stages(who, limits, STEP if first is None else first.key, first, since_s)
+
+
+def _both_stages(who: Incarnation, limits: Limits, key: str, hard: Watched | None, since_s: float) -> list[Watched]:
+    hard = _endless(who, limits, key, None, since_s) if hard is None else hard
+    return [] if hard is None else [w for w in _with_soft(hard, limits) if w.due_s != inf]
+
+
+def _without_calibrated(limits: Limits) -> Limits:
+    """What held before the time between steps was calibrated."""
+    names = {STEP, OUTSIDE}
+    if names.isdisjoint(limits.calibrated) and names.isdisjoint(limits.soft):
+        return limits
+    gone = names & limits.calibrated
+    return replace(
+        limits,
+        sections={name: s for name, s in limits.sections.items() if name not in gone},
+        accepted=limits.accepted - gone,
+        calibrated=limits.calibrated - gone,
+        soft={name: s for name, s in limits.soft.items() if name not in names},
+    )
 
 
 def _watch_end(who: Incarnation, view: SlotView, limits: Limits) -> Watched | None:
@@ -315,6 +367,82 @@ def judge(
         for w in waiting:
             spared[w.suspicion.rank] = "waits for other ranks"
     return Judgement(tuple(guilty), spared, until_s)
+
+
+def judge_soft(
+    late: Sequence[Watched],
+    probes: Mapping[int, ProbeResult],
+    alive: Collection[int],
+    world_size: int,
+    advanced: Collection[int],
+) -> Judgement:
+    """Who of the *late* shows a hang at a soft limit; what is only slow, or may be, is spared until the hard one.
+
+    Guilty is a rank that is dead or stopped, and one that stands still outside of collectives, without using the CPU or
+    moving data, while all others of the node wait in collectives. When all ranks of the job wait, in different
+    collectives, all are. Nobody is when a rank has *advanced* since the look began.
+
+    Standing still is no evidence in waits for training data, for storage or for a compiler: so does a healthy rank, and
+    only its peers and time can tell.
+    """
+    spared: dict[int, str] = {}
+    guilty: list[Suspicion] = []
+    idle: list[Suspicion] = []
+    waiting: list[Suspicion] = []
+    for s in (w.suspicion for w in late):
+        p = probes.get(s.rank)
+        if p is not None and p.state in ("T", "Z", "X"):
+            guilty.append(s)
+        elif s.rank in advanced:
+            spared[s.rank] = "has advanced"
+        elif (why := _healthy(p, s.section)) is not None:
+            spared[s.rank] = why
+        else:
+            (waiting if p is not None and p.in_collective else idle).append(s)
+    if guilty:
+        spared.update((s.rank, "waits for other ranks") for s in (*waiting, *idle))
+        return Judgement(tuple(guilty), spared, {})
+    doubted = {s.rank for s in (*waiting, *idle)}
+    movers = sorted(set(advanced) | {r for r in alive if r not in doubted and not _waits(probes.get(r))})
+    has_peers = not {s.rank for s in idle}.issuperset(alive)
+    places = {probes[r].place for r in alive if r in probes and probes[r].doing == Doing.COLLECTIVE.value}
+    if movers:
+        why = f"rank {', '.join(map(str, movers))} is at work"
+    elif idle and has_peers:
+        guilty, why = idle, "waits for other ranks"
+    elif idle:
+        why = "stands still, but no rank of this node waits for it"
+    elif world_size > len(alive):
+        why = "waits for other ranks; the mover may be on another node"
+    elif len(places) > 1 and all(r in probes and probes[r].doing == Doing.COLLECTIVE.value for r in alive):
+        guilty, why = waiting, ""
+    else:
+        why = "waits for other ranks, as all do in the same place"
+    spared.update((s.rank, why) for s in (*waiting, *idle) if s not in guilty)
+    return Judgement(tuple(guilty), spared, {})
+
+
+def _healthy(p: ProbeResult | None, section: str | None) -> str | None:
+    """Why a late rank may be healthy; None: it waits for others, or stands still for no reason that could be seen."""
+    if p is None or p.stack_unchanged is None:
+        return "could not be examined"
+    if p.state == "t":
+        return "is held by a debugger"
+    if p.compiling:
+        return "is compiling"
+    if not p.stack_unchanged:
+        return "is late, but moves"
+    if p.in_collective:
+        return None
+    if p.doing == Doing.INPUT.value:
+        return "waits for training data"
+    if p.doing == Doing.STORAGE.value or section == CHECKPOINTING or p.state == "D":
+        return "waits for storage"
+    if p.io_moved:
+        return "reads or writes"
+    if p.children_cpu_share > IDLE_CPU_SHARE:
+        return "waits for its own child processes, which work"
+    return "computes" if p.cpu_share > IDLE_CPU_SHARE else None
 
 
 WAITS: Final = "waits"

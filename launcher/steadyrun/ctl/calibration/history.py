@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.core.errors import ConfigError
+from steadyrun.core.sections import CHECKPOINTING, SETUP, STEP
 from steadyrun.ctl.calibration.replay import limit_s
 from steadyrun.ctl.calibration.weighing import ONCE_A_START, Section
 from steadyrun.ctl.files import write_atomically
@@ -16,7 +17,6 @@ from steadyrun.detect.calibrate import OUT_OF_SECTION, Costs, History
 from steadyrun.detect.calibrate.statistics import STATISTICS_SCHEMA
 from steadyrun.launcher.limits import TIMEOUTS_SCHEMA
 from steadyrun.node.machine.events import Limits
-from steadyrun.node.machine.watchdog import CHECKPOINTING, SETUP, STEP
 
 __all__ = ["OPTION_OF", "Earlier", "earlier_in", "flags_of", "is_written", "timeouts_json", "write_timeouts"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from steadyrun.core.errors import ConfigError
-from steadyrun.ctl.calibration.passes import Attempt, Pass, RunPasses
-from steadyrun.node.machine.watchdog import STEP
+from steadyrun.core.sections import STEP
+from steadyrun.detect.calibrate.passes import Attempt, Pass, RunPasses
 
 __all__ = ["LogReading", "read_logs", "with_checked_groups"]
 

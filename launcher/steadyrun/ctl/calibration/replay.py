@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from steadyrun.ctl.calibration.passes import RunPasses
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, SETUP, STEP
 from steadyrun.detect.calibrate import OUT_OF_SECTION, SectionKey, SectionStatistics
+from steadyrun.detect.calibrate.passes import RunPasses
 from steadyrun.node.machine.events import Limits
-from steadyrun.node.machine.watchdog import CHECKPOINTING, EVALUATION, SETUP, STEP
 
 __all__ = ["Rule", "fired", "fired_as_it_grew", "limit_s"]
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from steadyrun.ctl.calibration.passes import TEARDOWN, RunPasses
+from steadyrun.core.sections import SETUP, STEP, TEARDOWN
 from steadyrun.ctl.calibration.replay import Rule, fired, fired_as_it_grew, limit_s
 from steadyrun.detect.calibrate import OUT_OF_SECTION, Basis, Costs, Limit, SectionStatistics, limits_of
 from steadyrun.detect.calibrate.candidates import Candidate, candidates_of, price_of
+from steadyrun.detect.calibrate.passes import RunPasses
 from steadyrun.detect.calibrate.rule import MIN_EVENTS, MIN_UNMARKED_EVENTS
 from steadyrun.node.machine.events import Limits
-from steadyrun.node.machine.watchdog import SETUP, STEP
 
 __all__ = ["LEAST_S", "ONCE_A_START", "Section", "Weight", "proposed", "sections_of", "weigh"]
 

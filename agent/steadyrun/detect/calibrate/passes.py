@@ -19,13 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from steadyrun.detect.calibrate import OUT_OF_SECTION, History, SectionKey
-from steadyrun.node.machine.events import PLANNED
-from steadyrun.node.machine.watchdog import CHECKPOINTING, EVALUATION, SETUP, STEP
+from steadyrun.core.classes import PLANNED
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, OUT_OF_SECTION, SETUP, STEP, TEARDOWN
+from steadyrun.detect.calibrate.statistics import History, SectionKey
 
 __all__ = ["Attempt", "Hang", "Pass", "RunPasses", "add_to", "read_passes"]
 
-TEARDOWN: Final = "teardown"
 _OPEN_BY_THEMSELVES: Final = frozenset({SETUP, TEARDOWN, CHECKPOINTING})
 _KNOWN: Final = frozenset({SETUP, STEP, CHECKPOINTING}) | EVALUATION
 _ENDLESS: Final = float("inf")
