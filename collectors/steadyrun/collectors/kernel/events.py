@@ -79,24 +79,26 @@ class KernelEvent:
 
     @property
     def cls(self) -> XidClass | None:
-        """What it asks of the job and the node; None for what is neither Xid nor SXid."""
+        """The catalogue's class; None for what is neither Xid nor SXid."""
         if self.event == "xid":
-            return self._xid_class()
+            return xid_entry(self.number("xid") or 0).cls
         if self.event == "sxid":
-            entry = sxid_entry(self.number("sxid") or 0)
-            if entry.is_harmless:
-                return XidClass.INFO
-            return XidClass.FABRIC if entry.is_always_fatal or self.fields.get("fatal", True) else XidClass.FOLLOW
+            return XidClass.INFO if sxid_entry(self.number("sxid") or 0).is_harmless else XidClass.FABRIC
         return None
 
-    def _xid_class(self) -> XidClass:
-        code = self.number("xid") or 0
-        action = self.number("action")
-        if code == RECOVERY_ACTION and action is not None:
+    @property
+    def effective_class(self) -> XidClass | None:
+        """What it asks of the job and the node, with what the message itself says of that."""
+        cls, action = self.cls, self.number("action")
+        if self.number("xid") == RECOVERY_ACTION and action is not None:
             return RECOVERY_CLASSES.get(action, XidClass.UNKNOWN)
-        cls = xid_entry(code).cls
-        # NVLink 5 says itself that nothing was lost
-        return XidClass.INFO if cls is XidClass.FABRIC and self.fields.get("fatal") is False else cls
+        return XidClass.INFO if cls is XidClass.FABRIC and not self._is_fatal else cls
+
+    @property
+    def _is_fatal(self) -> bool:
+        """NVLink 5's Xids and all SXids say whether they are; what does not say counts as fatal."""
+        always = self.event == "sxid" and sxid_entry(self.number("sxid") or 0).is_always_fatal
+        return always or self.fields.get("fatal") is not False
 
     @property
     def name(self) -> str:
@@ -112,8 +114,8 @@ class KernelEvent:
     @property
     def health(self) -> Health:
         """Of what it is about, after it."""
-        if (cls := self.cls) is not None:
-            return _CLASS_HEALTH[cls]
+        if (cls := self.effective_class) is not None:
+            return Health.DEGRADED if self.cls is XidClass.FABRIC and not self._is_fatal else _CLASS_HEALTH[cls]
         if self.event == "pcie_aer" and self.word("sev").startswith("Correct"):
             return Health.HEALTHY
         if self.event == "nic_ib_port" and self.word("state") not in ("ACTIVE", "INIT", "ARMED"):
@@ -134,8 +136,14 @@ class KernelEvent:
     @property
     def actions(self) -> tuple[str, ...]:
         """Suggestions, most useful first."""
-        if self.cls is not None:
-            return CLASS_ADVICE[self.cls]
+        if self.event == "sxid":
+            return (
+                ("look at the switch and the link", "on a repeat leave out the node")
+                if self.health is not Health.HEALTHY
+                else ()
+            )
+        if (cls := self.effective_class) is not None:
+            return CLASS_ADVICE[cls]
         return kind_of(self.event).advice if self.health is not Health.HEALTHY else ()
 
     @property
@@ -160,11 +168,16 @@ class KernelEvent:
         """The same with these times."""
         return replace(self, at_s=at_s, at_unix_s=at_unix_s)
 
+    def counted(self, count: int) -> KernelEvent:
+        """The same, standing for that many messages."""
+        return replace(self, count=count)
+
     def to_json(self) -> dict[str, Any]:
         """One flat object; what is not known is left out."""
-        cls = self.cls
+        cls, effective = self.cls, self.effective_class
         known = {
             "class": cls.value if cls is not None else None,
+            "effective_class": effective.value if effective is not None else None,
             "name": self.name or None,
             "at_s": self.at_s,
             "at_unix_s": self.at_unix_s,

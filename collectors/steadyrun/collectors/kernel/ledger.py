@@ -46,7 +46,7 @@ class Ledger:
 
     Attributes:
         totals: events by kind.
-        xid_totals: Xids by GPU (PCI address) and class.
+        xid_totals: Xids by GPU (PCI address) and effective class.
         xid_last_s: when a code was last seen on a GPU.
         recent: the newest events, oldest first.
     """
@@ -63,7 +63,7 @@ class Ledger:
         at_s = event.at_s if event.at_s is not None else now_s
         self.totals[event.event] += 1
         self.recent.append(event)
-        cls = event.cls
+        cls = event.effective_class
         if event.event == "xid" and cls is not None:
             pci, code = event.word("pci"), event.number("xid") or 0
             self.xid_totals[pci, cls.value] += 1
@@ -90,7 +90,7 @@ class Ledger:
         self._standing = {
             k: s
             for k, s in self._standing.items()
-            if s.event.event != "xid" or s.event.word("pci") != pci or s.event.cls in keep
+            if s.event.event != "xid" or s.event.word("pci") != pci or s.event.effective_class in keep
         }
 
     def _end(self, event: KernelEvent) -> None:

@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -387,6 +387,14 @@ class KernelWatch:
                 if fresh is not None:
                     events.append(_timed(fresh, now_s, unix_less_monotonic_s))
         return events
+
+    def drain_all(self, assembler: Assembler) -> Iterator[KernelEvent]:
+        """Every event up to now by another reader's rules, repeats and all; for a command."""
+        while self._source is not None and (lines := self._source.drain(1000)):
+            now_s = self._clock()
+            for line in lines:
+                for event in assembler.feed(line):
+                    yield _timed(event, now_s, self._wall() - now_s)
 
     def _feed(self, line: KernelLine) -> list[KernelEvent]:
         if line.is_fragment and line.sequence is None:
