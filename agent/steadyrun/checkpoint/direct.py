@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from steadyrun.checkpoint import commit, rollback
 from steadyrun.checkpoint.catalog import list_checkpoints
-from steadyrun.checkpoint.choose import FolderOffer, Offer, Rejected, choose
+from steadyrun.checkpoint.choose import Offer, Rejected, choose
 from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.interval import prior_mtbf_s, young_interval_s
 from steadyrun.checkpoint.layout import Entry, Layout
 from steadyrun.checkpoint.manifest import Manifest
+from steadyrun.checkpoint.offers import folder_offer
 from steadyrun.checkpoint.planning import Part, Plan, plan, unequal_replicas
 from steadyrun.checkpoint.retention import Keep, prune
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
@@ -36,8 +37,9 @@ T = TypeVar("T")
 
 _LEAST_AUTO_S: Final = 60.0
 
-# How long gathered tensors are kept after their collective. gloo's thread lets go of them a moment later; when it is the
-# last to do so it needs the GIL, and a script that ends right here destroys the group while it holds that: a deadlock.
+# How long gathered tensors are kept after their collective. gloo's thread lets go of them a moment later; when it is
+# the last to do so it needs the GIL, and a script that ends right here holds that while it destroys the group: a
+# deadlock.
 _LET_GO_S: Final = 0.005
 
 
@@ -215,22 +217,16 @@ class DirectWriter:
     def _commit(self, step: int, partial: Path, layout: Layout, votes: Sequence[_Vote]) -> None:
         assert self._plan is not None
         written = [v.written for v in votes if v.written is not None]
-        details = layout.details
-        manifest = Manifest(
+        manifest = Manifest.of_details(
+            layout.details,
             step=step,
             attempt=self._attempt,
             run_id=self._run_id,
             world_size=self._world_size,
             created_unix_s=time.time(),
-            torch=str(details.get("torch", "")),
-            steadyrun=str(details.get("steadyrun", "")),
             files=tuple(f for w in written for f in w.files),
-            covered=tuple(details.get("covered", ())),
-            not_covered=tuple(details.get("not_covered", ())),
-            mesh=details.get("mesh"),
             replicas_compared=len(self._plan.groups),
-            skipped=tuple((int(a), int(b)) for a, b in details.get("skipped", ())),
-            details={"written_by": "ranks"},
+            notes={"written_by": "ranks"},
         )
         metadata = metadata_bytes(self._plan, self._layouts, written)
         commit.commit(self._root, partial, manifest, metadata)
@@ -252,19 +248,7 @@ class DirectWriter:
 
     def _look(self, rejected: Sequence[Sequence[Any]]) -> dict[str, Any]:
         asked = rollback.take(self._root, time.time())
-        folders = [
-            FolderOffer(
-                tier=TierName.SHARED,
-                step=c.step,
-                attempt=c.attempt,
-                path=str(c.path),
-                world_size=c.manifest.world_size if c.manifest is not None else 0,
-                verified=c.is_verified,
-                problem=c.problem or "",
-                superseded=c.is_superseded,
-            )
-            for c in list_checkpoints(self._root)
-        ]
+        folders = [folder_offer(c, TierName.SHARED) for c in list_checkpoints(self._root)]
         refusals = [Rejected(str(source), int(step), str(why)) for source, step, why in rejected]
         offers = {rank: Offer("") for rank in range(self._world_size)}
         choice = choose(offers, folders, refusals, rollback_to=None if asked is None else asked.to)

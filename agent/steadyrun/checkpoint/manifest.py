@@ -238,6 +238,45 @@ class Manifest:
     skipped: tuple[tuple[int, int], ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of_details(
+        cls,
+        told: Mapping[str, Any],
+        *,
+        step: int,
+        attempt: int,
+        run_id: str,
+        world_size: int,
+        created_unix_s: float,
+        files: tuple[FileRecord, ...],
+        replicas_compared: int,
+        notes: Mapping[str, Any],
+        verified: Verified | None = None,
+    ) -> Manifest:
+        """Of a save; *told* is what rank 0 said of its state, *notes* becomes ``details``.
+
+        Raises:
+            TypeError, ValueError: *told* holds something of the wrong kind.
+        """
+        return cls(
+            step=step,
+            attempt=attempt,
+            run_id=run_id,
+            world_size=world_size,
+            created_unix_s=created_unix_s,
+            torch=str(told.get("torch", "")),
+            steadyrun=str(told.get("steadyrun", "")),
+            files=files,
+            covered=_texts(told.get("covered", ())),
+            not_covered=_texts(told.get("not_covered", ())),
+            mesh=told.get("mesh"),
+            samples=told.get("samples"),
+            verified=verified,
+            replicas_compared=replicas_compared,
+            skipped=tuple((int(a), int(b)) for a, b in told.get("skipped", ())),
+            details=notes,
+        )
+
     @property
     def size_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files)

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -20,10 +20,11 @@ from typing import Any, Final
 from steadyrun.checkpoint import commit, quarantine, rollback
 from steadyrun.checkpoint.arena import ArenaError
 from steadyrun.checkpoint.catalog import CatalogError, Listed, list_checkpoints
-from steadyrun.checkpoint.choose import FolderOffer, Quarantined
+from steadyrun.checkpoint.choose import Quarantined
 from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.durable import write_whole
 from steadyrun.checkpoint.manifest import Fragment, Manifest, Verified
+from steadyrun.checkpoint.offers import folder_offer
 from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.retention import Keep, Pruned, prune, to_remove
 from steadyrun.checkpoint.saver.events import (
@@ -71,7 +72,6 @@ __all__ = [
     "copy_local",
     "copy_remote",
     "fetch_remote",
-    "folder_offer",
     "list_folders",
     "list_local",
     "list_remote",
@@ -227,25 +227,18 @@ def abandon_folder(order: AbandonFolder) -> None:
 
 def commit_folder(order: CommitFolder) -> FolderCommitted | CommitRefused:
     key = order.key
-    first = order.layouts[0].details
     try:
-        manifest = Manifest(
+        manifest = Manifest.of_details(
+            order.layouts[0].details,
             step=key.step,
             attempt=key.attempt,
             run_id=order.run_id,
             world_size=len(order.layouts),
             created_unix_s=order.created_unix_s,
-            torch=str(first.get("torch", "")),
-            steadyrun=str(first.get("steadyrun", "")),
             files=tuple(f for w in order.written for f in w.files),
-            covered=_texts(first, "covered"),
-            not_covered=_texts(first, "not_covered"),
-            mesh=first.get("mesh"),
-            samples=first.get("samples"),
             verified=Verified(time.time(), "save") if order.options.read_back else None,
             replicas_compared=len(order.plan.groups),
-            skipped=tuple((int(a), int(b)) for a, b in first.get("skipped", ())),
-            details={"written_by": "saver", "generation": key.generation},
+            notes={"written_by": "saver", "generation": key.generation},
         )
         metadata = metadata_bytes(order.plan, order.layouts, order.written)
         path = commit.commit(Path(order.options.root), Path(order.folder), manifest, metadata)
@@ -256,11 +249,6 @@ def commit_folder(order: CommitFolder) -> FolderCommitted | CommitRefused:
     except (SteadyrunError, OSError, ValueError, TypeError) as e:
         return CommitRefused(key, "commit", f"cannot commit step {key.step}: {type(e).__name__}: {e}")
     return FolderCommitted(key, str(path), manifest.size_bytes + len(metadata))
-
-
-def _texts(details: Mapping[str, object], name: str) -> tuple[str, ...]:
-    values = details.get(name, ())
-    return tuple(str(v) for v in values) if isinstance(values, (list, tuple)) else ()
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -309,31 +297,6 @@ def _roll_back(root: Path, asked: Mapping[str, Any] | None, problems: list[str])
     except SteadyrunError as e:
         problems.append(str(e))
     return to
-
-
-def folder_offer(
-    listed: Listed,
-    tier: TierName,
-    path: str = "",
-    ranks: frozenset[int] | None = None,
-    rollbacks: Sequence[rollback.Request] = (),
-) -> FolderOffer:
-    """*rollbacks*: what is older than one of them, and newer than its step, was committed after it was carried out."""
-    manifest = listed.manifest
-    saved_unix_s = manifest.created_unix_s if manifest is not None else 0.0
-    is_passed = manifest is not None and rollback.is_superseded(rollbacks, listed.step, saved_unix_s)
-    return FolderOffer(
-        tier=tier,
-        step=listed.step,
-        attempt=listed.attempt,
-        path=path or str(listed.path),
-        world_size=manifest.world_size if manifest is not None else 0,
-        verified=listed.is_verified,
-        problem=listed.problem or "",
-        superseded=listed.is_superseded or is_passed,
-        ranks=ranks,
-        saved_unix_s=saved_unix_s,
-    )
 
 
 def list_remote(order: ListRemote) -> FoldersListed:
