@@ -6,10 +6,22 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from steadyrun.core.classes import EXIT_OF_CLASS, Action, ExitClass, FaultClass, Mode
 from steadyrun.core.records import Evidence, Finding, RankEvidence
-from steadyrun.detect.policy import TABLE, AttemptOutcome, History, Policy, PolicyLimits, Ruling, outcome_of
+from steadyrun.detect.faulttable import FaultKind
+from steadyrun.detect.policy import (
+    TABLE,
+    AttemptOutcome,
+    History,
+    Policy,
+    PolicyLimits,
+    Ruling,
+    Situation,
+    outcome_of,
+)
 
 F = FaultClass
 HANGS = sorted(
@@ -235,7 +247,7 @@ def test_outcome_keeps_tracebacks_of_the_blamed_only(
         step_is_global=True,
         checkpoints_done=2,
     )
-    assert outcome == AttemptOutcome(0, 12, True, 2, (("culprit", 12),), F.PROGRAM_ERROR)
+    assert outcome == AttemptOutcome(0, 12, True, 2, (("culprit", 12),), F.PROGRAM_ERROR, ranks=(1,))
 
 
 # -- an older checkpoint -----------------------------------------------------------------------------------------------
@@ -263,3 +275,152 @@ def test_a_first_fault_takes_no_older_checkpoint() -> None:
 def test_a_number_of_restarts_is_obeyed_whatever_checkpoints_there_are() -> None:
     ruling = decide_with_older(history(7, 7, cls=F.PROGRAM_ERROR, same=True), max_restarts=1)
     assert (ruling.action, ruling.falls_back) == (Action.STOP, False)
+
+
+# -- progress is what a checkpoint keeps -------------------------------------------------------------------------------
+def saving(*reached: tuple[int, int | None], lived_s: float = 3600.0) -> History:
+    """Attempts that came to a step and saved one (None: saved nothing), all failing by the same kind of fault."""
+    return History(
+        tuple(
+            AttemptOutcome(i, step, True, int(saved is not None), (), F.DEAD_PROCESS, None, saved, lived_s=lived_s)
+            for i, (step, saved) in enumerate(reached)
+        )
+    )
+
+
+def test_new_steps_without_a_new_checkpoint_are_no_progress_once_checkpoints_are_known() -> None:
+    lost = saving((55, 50), (58, None), (61, None), (64, None))
+    assert lost.restarts_since_progress == 3
+    ruling = decide(F.DEAD_PROCESS, lost)
+    assert (ruling.action, ruling.reason) == (Action.STOP, "dead_process: 3 restarts without progress")
+
+
+def test_a_newer_checkpoint_refills_the_budget_whatever_step_was_reached_before() -> None:
+    attempts = saving((99, 50), (80, None), (80, None), (70, 60))
+    assert attempts.restarts_since_progress == 0
+    assert decide(F.DEAD_PROCESS, attempts).action is Action.RESTART
+
+
+def test_the_same_checkpoint_again_is_no_progress() -> None:
+    assert saving((55, 50), (55, 50), (60, 40)).restarts_since_progress == 2
+
+
+def test_before_the_first_checkpoint_steps_count() -> None:
+    assert saving((5, None), (6, None), (6, None)).restarts_since_progress == 1
+    assert saving((5, None), (6, None), (6, 4)).restarts_since_progress == 0
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> History:
+    """Any sequence of attempts: with and without steps, checkpoints and nodes that were left out."""
+    number = st.one_of(st.none(), st.integers(0, 9))
+    attempts = [
+        AttemptOutcome(
+            attempt=i,
+            highest_step=draw(number),
+            step_is_global=draw(st.booleans()),
+            checkpoints_done=draw(st.integers(0, 2)),
+            cls=F.DEAD_PROCESS,
+            checkpoint_step=draw(number),
+            nodes=draw(st.sampled_from([(), ("a",), ("a", "b"), ("b",)])),
+            lived_s=draw(st.sampled_from([None, 5.0, 5000.0])),
+            without=draw(st.sampled_from([(), (), ("c",)])),
+        )
+        for i in range(draw(st.integers(1, 12)))
+    ]
+    return History(tuple(attempts))
+
+
+@given(attempts=runs(), budget=st.integers(0, 4), spares=st.integers(0, 2))
+def test_the_budget_is_exactly_the_restarts_in_a_row_without_progress(
+    attempts: History, budget: int, spares: int
+) -> None:
+    used = attempts.restarts_since_progress
+    assert 0 <= used < len(attempts.attempts)
+    newest = max((a.checkpoint_step for a in attempts.attempts if a.checkpoint_step is not None), default=None)
+    if newest is not None and attempts.attempts[-1].checkpoint_step != newest:
+        saved_last = max(i for i, a in enumerate(attempts.attempts) if a.checkpoint_step == newest)
+        assert not any(attempts.made_progress(i) for i in range(saved_last + 1, len(attempts.attempts)))
+    policy = Policy(PolicyLimits(without_progress=budget), random.Random(1))
+    ruling = policy.decide([finding(F.DEAD_PROCESS)], attempts, Mode.ACT, situation=Situation(spares=spares))
+    if used < budget:
+        assert ruling.action is Action.RESTART
+    else:
+        assert ruling.action in (Action.STOP, Action.RESTART_WITHOUT_NODE)
+        assert spares or ruling.action is Action.STOP
+
+
+@given(attempts=runs(), step=st.integers(10, 20))
+def test_a_checkpoint_beyond_all_others_always_refills_the_budget(attempts: History, step: int) -> None:
+    after = attempts.with_outcome(AttemptOutcome(99, None, True, 1, (), F.DEAD_PROCESS, None, step))
+    assert after.restarts_since_progress == 0
+
+
+# -- when the budget is used up ----------------------------------------------------------------------------------------
+def blaming(*nodes: str, cls: FaultClass = F.DEAD_PROCESS, lived_s: float = 3600.0) -> History:
+    return History(
+        tuple(AttemptOutcome(i, 5, True, 0, (), cls, nodes=(n,), lived_s=lived_s) for i, n in enumerate(nodes))
+    )
+
+
+def decide_with(attempts: History, spares: int, cls: FaultClass = F.DEAD_PROCESS) -> Ruling:
+    return Policy().decide([finding(cls)], attempts, Mode.ACT, situation=Situation(spares=spares))
+
+
+def test_a_node_blamed_for_every_fruitless_attempt_is_left_out_before_the_job_is_given_up() -> None:
+    ruling = decide_with(blaming("a", "a", "a", "a"), spares=1)
+    assert (ruling.action, ruling.without) == (Action.RESTART_WITHOUT_NODE, ("a",))
+    assert "each time blamed on node a" in ruling.reason
+
+
+def test_the_job_without_the_node_has_a_budget_of_its_own() -> None:
+    attempts = blaming("a", "a", "a", "a").leaving_out(["a"])
+    for used in range(3):
+        attempts = attempts.with_outcome(AttemptOutcome(4 + used, 5, True, 0, (), F.DEAD_PROCESS, nodes=("b",)))
+        assert attempts.restarts_since_progress == used
+        assert decide_with(attempts, spares=0).action is Action.RESTART
+    attempts = attempts.with_outcome(AttemptOutcome(7, 5, True, 0, (), F.DEAD_PROCESS, nodes=("b",), lived_s=3600.0))
+    assert decide_with(attempts, spares=0).action is Action.STOP
+
+
+def test_without_a_spare_the_job_stops_and_the_node_is_to_be_tested() -> None:
+    ruling = decide_with(blaming("a", "a", "a", "a"), spares=0)
+    assert ruling.action is Action.STOP
+    assert ruling.exit_class is ExitClass.DEAD_PROCESS
+    assert "each time blamed on node a" in ruling.reason
+    assert ["pairs" in text for text in ruling.advice] == [True]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "cls"),
+    [
+        (blaming("a", "b", "a", "a"), F.DEAD_PROCESS),
+        (blaming("a", "a", "a", "a", cls=F.PROGRAM_ERROR), F.PROGRAM_ERROR),
+        (blaming("a", "a", "a", "a", lived_s=599.0), F.DEAD_PROCESS),
+    ],
+    ids=["other nodes too", "program", "soon after each start"],
+)
+def test_no_node_is_left_out_for_what_is_not_its_own(attempts: History, cls: FaultClass) -> None:
+    ruling = decide_with(attempts, 2, cls)
+    assert (ruling.action, ruling.without, ruling.advice) == (Action.STOP, (), ())
+
+
+def test_a_crash_loop_right_after_the_start_is_a_configuration() -> None:
+    ruling = decide_with(blaming("a", "a", "a", "a", lived_s=599.0), 2)
+    assert "within 10 minutes of its start: look at the configuration" in ruling.reason
+    assert "configuration" not in decide_with(blaming("a", "b", "a", "a"), 2).reason
+
+
+def test_observe_mode_says_that_act_would_leave_a_node_out() -> None:
+    attempts = blaming("a", "a", "a", "a", cls=F.HOST_STALL)
+    ruling = Policy().decide([finding(F.HOST_STALL)], attempts, Mode.OBSERVE, "hang", situation=Situation(spares=1))
+    assert (ruling.action, ruling.reason) == (Action.REPORT, "observe mode: act would restart the job without a")
+
+
+def test_an_explicit_number_of_restarts_is_no_reason_not_to_leave_a_node_out() -> None:
+    attempts = History((AttemptOutcome(0, 5, True, 0, (), F.DEVICE_STALL, nodes=("a",)),))
+    main = Finding(F.DEVICE_STALL, (1,), "made", 0.9, nodes=("a",))
+    for allowed, action in ((1, Action.RESTART_WITHOUT_NODE), (0, Action.STOP)):
+        policy = Policy(PolicyLimits(max_restarts=allowed))
+        ruling = policy.decide([main], attempts, Mode.ACT, kind=FaultKind.DEVICE_LOST, situation=Situation(spares=1))
+        assert ruling.action is action
