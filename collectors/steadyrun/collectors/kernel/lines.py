@@ -196,8 +196,8 @@ def _plain(text: str, number: int) -> KernelLine:
         stamp, text = m[1], text[m.end() :]
         if tag := _KERNEL_TAG.match(text):
             text = text[tag.end() :]
-        elif "," not in stamp and _OTHER_TAG.match(text):  # dmesg's ISO times have a comma, and no tag after them
-            facility = USER
+        elif "," not in stamp and (tag := _OTHER_TAG.match(text)):  # dmesg's ISO times have a comma, and no tag
+            facility, text = USER, text[tag.end() :]
     text = text.lstrip(" ") if text.startswith((" [", " <")) else text
     for _ in range(3):
         m = _BRACKET.match(text)
