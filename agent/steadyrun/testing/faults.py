@@ -49,6 +49,8 @@ from typing import Any, Final, NoReturn
 
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.errors import ConfigError, nearest_name
+from steadyrun.testing.slowness import PHASES as SLOW_PHASES
+from steadyrun.testing.slowness import CannotSlowError, Neighbour, Pace, SlowPhase, Throttle
 
 __all__ = ["EXPECTED", "KINDS", "MARKER", "Fault", "FaultPlan", "When", "clean_up", "expected_class", "parse_faults"]
 
@@ -141,6 +143,26 @@ KINDS: Final[Mapping[str, Kind]] = {
         at_once=True,
     ),
     "shm": Kind("leaves a file of bytes= in /dev/shm", None, {"bytes": "1M"}, at_once=True),
+    "slow": Kind(
+        "takes percent= more CPU time for its steps until the step until=: the extra is in where=, and is how=work or, "
+        "as in a slow source of data, how=sleep",
+        FaultClass.STRAGGLER,
+        {"where": "forward", "percent": "30", "until": "end", "how": "work"},
+        dict.fromkeys(SLOW_PHASES, FaultClass.STRAGGLER),
+        at_start=False,
+    ),
+    "throttle": Kind(
+        "gets a CPU quota, in a cgroup of its own, with which its steps take percent= longer, until the step until=",
+        FaultClass.STRAGGLER,
+        {"percent": "100", "until": "end"},
+        at_start=False,
+    ),
+    "neighbour": Kind(
+        "shares one core with so many busy tasks= until the step until=",
+        FaultClass.STRAGGLER,
+        {"tasks": "1", "until": "end"},
+        at_start=False,
+    ),
 }
 
 EXPECTED: Final[Mapping[str, FaultClass | None]] = {
@@ -177,6 +199,12 @@ class Fault:
     def name(self) -> str:
         """The key into ``EXPECTED``."""
         return f"{self.kind} where={self.options['where']}" if "where" in self.options else self.kind
+
+    @property
+    def until(self) -> int | None:
+        """The last step that it lasts for; None: it does not end."""
+        text = self.options.get("until", "end")
+        return None if text == "end" else int(text)
 
     @property
     def seconds(self) -> float:
@@ -282,6 +310,13 @@ def _check_options(text: str, kind: str, spec: Kind, options: Mapping[str, str],
         raise _refused(text, f"code={options['code']} is not an exit status: 0 to 255")
     if "bytes" in options:
         _bytes(text, options["bytes"])
+    for key in ("percent", "tasks"):
+        if key in options:
+            _integer(text, key, options[key], least=1)
+    if options.get("until", "end") != "end":
+        _integer(text, "until", options["until"])
+    if options.get("how", "work") not in ("work", "sleep"):
+        raise _refused(text, f"how={options['how']} is not known for {kind} (known: work, sleep)")
     if "signal" in options:
         _signal(text, options["signal"])
 
@@ -363,6 +398,8 @@ class FaultPlan:
         self._lock = threading.Lock()
         self._first_step: int | None = None
         self._last_step: int | None = None
+        self._pace: Pace | None = None  # only while a fault may need it: it costs two system calls a step
+        self._lasting: list[_Lasting] = []
         self._added = len(faults)
         mine = [(i, f) for i, f in enumerate(faults) if f.attempt in (None, attempt)]
         self._pending = tuple((i, f) for i, f in mine if f.rank in (None, rank))
@@ -394,8 +431,21 @@ class FaultPlan:
         last, self._last_step = self._last_step, step
         if self._first_step is None:
             self._first_step = step
+        if self._pace is not None:
+            self._pace.on_step()
+        if self._lasting:
+            self._end_lasting(step)
         if self._pending:
+            if self._pace is None and any(fault.kind in _LASTING for _, fault in self._pending):
+                self._pace = Pace()
+                self._pace.on_step()
             self._strike(self._take(lambda fault: self._is_due(fault, step, last)), step)
+
+    def _end_lasting(self, step: int) -> None:
+        for one in [o for o in self._lasting if o.until is not None and step >= o.until]:
+            self._lasting.remove(one)
+            one.stop()
+            one.strike.say(f"injected fault ends after step {step}: {one.strike.fault.text}")
 
     def add(self, text: str, step: int | None = None) -> tuple[str, ...]:
         """Faults for this running rank; the answer says, for a person, when each will strike.
@@ -459,7 +509,12 @@ class FaultPlan:
                 strike = _Strike(fault, self.rank, self.attempt, step, self.rank_dir)
                 strike.announce()
                 try:
-                    _ACTIONS[fault.kind](strike)
+                    if fault.kind in _LASTING:
+                        self._pace = self._pace or Pace()
+                        stop = _LASTING[fault.kind](strike, self._pace)
+                        self._lasting.append(_Lasting(strike, fault.until, stop))
+                    else:
+                        _ACTIONS[fault.kind](strike)
                 except CannotInjectError as e:
                     strike.say(f"NOT injected: {e}")
                     strike.note(refused=str(e))
@@ -516,6 +571,15 @@ class _Strike:
                 os.write(fd, (json.dumps(record) + "\n").encode())
             finally:
                 os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lasting:
+    """A fault that goes on while the script does, and what ends it."""
+
+    strike: _Strike
+    until: int | None
+    stop: Callable[[], None]
 
 
 def _kill(strike: _Strike) -> None:
@@ -759,7 +823,7 @@ def _oom(strike: _Strike) -> None:
 
 def _enter_cgroup(limit_bytes: int, proc: Path) -> Path:
     """Makes a memory cgroup with that limit and moves this process in; pages it has already stay where they are."""
-    version, parent = _memory_cgroup(proc)
+    version, parent = _cgroup_parent("memory", proc)
     group = parent / f"{CGROUP_PREFIX}{os.getpid()}"
     limits = ["memory.limit_in_bytes"] if version == 1 else ["memory.max"]
     swap = ("memory.swappiness", "0") if version == 1 else ("memory.swap.max", "0")
@@ -781,8 +845,8 @@ def _enter_cgroup(limit_bytes: int, proc: Path) -> Path:
     return group
 
 
-def _memory_cgroup(proc: Path) -> tuple[int, Path]:
-    """Version and folder below which this process may get a memory cgroup of its own.
+def _cgroup_parent(controller: str, proc: Path) -> tuple[int, Path]:
+    """Version and folder below which this process may get a cgroup of its own with that controller.
 
     In version 2 a cgroup with processes cannot have children with controllers, so the new one is a sibling there.
     """
@@ -790,15 +854,15 @@ def _memory_cgroup(proc: Path) -> tuple[int, Path]:
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own[controllers] = path
-    v1 = next((p for c, p in own.items() if "memory" in c.split(",")), None)
+    v1 = next((p for c, p in own.items() if controller in c.split(",")), None)
     wanted = "cgroup2" if v1 is None else "cgroup"
     path = own.get("", "") if v1 is None else v1
     if not path:
-        raise CannotInjectError("this process is in no cgroup with a memory controller")
+        raise CannotInjectError(f"this process is in no cgroup with a {controller} controller")
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         fs_type, _, super_options = after.split(" ", 2)
-        if fs_type != wanted or (wanted == "cgroup" and "memory" not in super_options.split(",")):
+        if fs_type != wanted or (wanted == "cgroup" and controller not in super_options.split(",")):
             continue
         root, mount = before.split(" ")[3:5]
         inside = path.removeprefix(root) if root != "/" else path
@@ -807,7 +871,43 @@ def _memory_cgroup(proc: Path) -> tuple[int, Path]:
         if wanted == "cgroup":
             return 1, folder
         return 2, folder.parent if folder != Path(mount) else folder
-    raise CannotInjectError("no memory cgroup is mounted")
+    raise CannotInjectError(f"no {controller} cgroup is mounted")
+
+
+# -- becoming slow -----------------------------------------------------------------------------------------------------
+def _slow(strike: _Strike, pace: Pace) -> Callable[[], None]:
+    options = strike.fault.options
+    share = int(options["percent"]) / 100
+    try:
+        return SlowPhase(pace, options["where"], share, asleep=options["how"] == "sleep").stop
+    except CannotSlowError as e:
+        raise CannotInjectError(str(e)) from None
+
+
+def _throttle(strike: _Strike, pace: Pace) -> Callable[[], None]:
+    version, parent = _cgroup_parent("cpu", Path("/proc/self"))
+    group = parent / f"{CGROUP_PREFIX}{os.getpid()}"
+    try:
+        throttle = Throttle(pace, int(strike.fault.options["percent"]) / 100, group, version)
+    except CannotSlowError as e:
+        raise CannotInjectError(str(e)) from None
+    except OSError as e:
+        raise CannotInjectError(f"no right to use a CPU cgroup ({e.filename}: {e.strerror}); run as root") from None
+    strike.note(cgroup=str(group), quota_us=throttle.quota_us)
+    return throttle.stop
+
+
+def _neighbour(strike: _Strike, pace: Pace) -> Callable[[], None]:
+    neighbour = Neighbour(int(strike.fault.options["tasks"]))
+    strike.note(pids=neighbour.pids)
+    return neighbour.stop
+
+
+_LASTING: Final[Mapping[str, Callable[[_Strike, Pace], Callable[[], None]]]] = {
+    "slow": _slow,
+    "throttle": _throttle,
+    "neighbour": _neighbour,
+}
 
 
 _ACTIONS: Final[Mapping[str, Callable[[_Strike], None]]] = {
