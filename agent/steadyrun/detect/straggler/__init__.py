@@ -6,6 +6,8 @@
     detector.open_alarms()                         # what is slow now, with present figures
     advise(detector.open_alarms(), costs)          # whether acting pays
 
+Where hosts have fewer cores than busy threads, ``PaceWatch`` stands for the detector: it tells starvation from work.
+
 From the nodes' timings to steps: ``TimingBlock.of_rows(...).pack()`` there, ``StepAlignment`` here. A recorded run:
 ``analyse``. Pure: no clock, no input or output. Needs numpy, which ranks must not: for agents and tools only.
 """
@@ -15,6 +17,7 @@ from steadyrun.detect.straggler.align import StepAlignment, TimingBlock
 from steadyrun.detect.straggler.config import StragglerConfig
 from steadyrun.detect.straggler.detector import Detector
 from steadyrun.detect.straggler.findings import findings, sentence
+from steadyrun.detect.straggler.paces import PaceWatch
 from steadyrun.detect.straggler.records import Alarm, AlarmKind, Cause, StepDetails, StepFrame
 from steadyrun.detect.straggler.report import HeatMap, PaceReport, RankPace, analyse
 
@@ -27,6 +30,7 @@ __all__ = [
     "Detector",
     "HeatMap",
     "PaceReport",
+    "PaceWatch",
     "RankPace",
     "StepAlignment",
     "StepDetails",

@@ -17,7 +17,7 @@ __all__ = ["FIELDS", "RECORD_BYTES", "StepAlignment", "TimingBlock"]
 
 FIELDS: Final = (
     "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
-    "probe_s", "work", "flags",
+    "probe_s", "work", "flags", "starved_s",
 )  # fmt: skip
 AT: Final = {name: index for index, name in enumerate(FIELDS)}
 HEAD: Final = struct.Struct("<4sI")
@@ -69,7 +69,7 @@ class TimingBlock:
         return found
 
     def to_bytes(self) -> bytes:
-        """The rows alone: 60 bytes per rank and step."""
+        """The rows alone: 64 bytes per rank and step."""
         return self.records.tobytes()
 
     def pack(self) -> bytes:
@@ -97,7 +97,7 @@ def _packed(rank: int, t: StepTiming) -> bytes:
     work = NAN if t.work is None else t.work
     values = (
         t.wall_s, t.busy_s, t.forward_s, t.backward_s, t.optimizer_s, t.data_s, t.checkpoint_s, t.wait_s, t.cpu_s,
-        probe_s, work, t.flags & 0xFFFF,
+        probe_s, work, t.flags & 0xFFFF, t.starved_s,
     )  # fmt: skip
     if not 0 <= t.step < MOST_STEP or max(values) > MOST_VALUE or min(values) < -MOST_VALUE:
         return b""
@@ -209,5 +209,6 @@ def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
             data_s=column("data_s"),
             cpu_s=column("cpu_s"),
             wait_s=column("wait_s"),
+            starved_s=column("starved_s"),
         ),
     )

@@ -47,6 +47,7 @@ class Cause(str, Enum):
 class StepDetails:
     """Further times of one step, each [ranks] in seconds or None; NaN where a rank did not say.
 
+    ``starved_s`` comes on top of own work: a rank could have run and did not, as others had its cores.
     ``group_wait_s`` is the time waited in collectives between parallel groups (the reduction of gradients between
     pipeline replicas, say) rather than within them.
     """
@@ -59,6 +60,7 @@ class StepDetails:
     cpu_s: Floats | None = None
     wait_s: Floats | None = None
     group_wait_s: Floats | None = None
+    starved_s: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ import numpy as np
 
 from steadyrun.core.timing import Role
 from steadyrun.detect.straggler.config import StragglerConfig
-from steadyrun.detect.straggler.detector import Detector
 from steadyrun.detect.straggler.findings import sentence
+from steadyrun.detect.straggler.paces import PaceWatch
 from steadyrun.detect.straggler.records import Alarm, AlarmKind, Floats, StepFrame
 
 __all__ = ["HeatMap", "PaceReport", "RankPace", "analyse"]
 
 SCHEMA: Final = "steadyrun.stragglers/1"
 MOST_COLUMNS: Final = 240
-_MEASURES: Final = ("busy_s", "wait_s", "forward_s", "backward_s", "optimizer_s", "data_s", "cpu_s")
+_MEASURES: Final = ("busy_s", "wait_s", "forward_s", "backward_s", "optimizer_s", "data_s", "cpu_s", "starved_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def analyse(
     groups: Mapping[str, Sequence[int]] | None = None,
 ) -> PaceReport:
     """The detector over a recorded run (one attempt), and its figures. Streams: memory does not grow with the run."""
-    detector = Detector(config or StragglerConfig(), roles, world_size, nodes=nodes, groups=groups)
+    detector = PaceWatch(config or StragglerConfig(), roles, world_size, nodes=nodes, groups=groups)
     table = _Table(roles, world_size)
     alarms: dict[tuple[Any, ...], Alarm] = {}
     for frame in frames:
