@@ -104,7 +104,9 @@ class _Kmsg:
             mode = path.stat()
             self._is_device = stat.S_ISCHR(mode.st_mode)
             self._is_fifo = stat.S_ISFIFO(mode.st_mode)
-            if self._is_device and mode.st_rdev != _KMSG_DEVICE:  # in some containers a link to the console
+            is_other = stat.S_ISDIR(mode.st_mode) or stat.S_ISSOCK(mode.st_mode) or stat.S_ISBLK(mode.st_mode)
+            # In some containers it is a link to the console.
+            if is_other or (self._is_device and mode.st_rdev != _KMSG_DEVICE):
                 raise _UnusableError(f"{path} is not the kernel's log")
             # A FIFO opened for both has a writer at all times: else poll would return at once for ever.
             access = os.O_RDWR if self._is_fifo else os.O_RDONLY
@@ -176,7 +178,7 @@ class _Kmsg:
         except BrokenPipeError:  # records were overwritten before we read them; the next read goes on after the gap
             return b""
         except OSError as e:
-            if e.errno == errno.EINVAL:  # larger than any the kernel writes; it is passed over
+            if e.errno == errno.EINVAL and self._is_device:  # larger than any the kernel writes; it is passed over
                 return b""
             self.close()
             raise _UnusableError(f"cannot read the kernel's log any more: {(e.strerror or str(e)).lower()}") from None
