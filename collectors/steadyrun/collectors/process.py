@@ -9,7 +9,7 @@ from pathlib import Path
 
 from steadyrun.core.records import ProcessFacts
 
-__all__ = ["ProcessReader", "ProcessSample"]
+__all__ = ["ProcessReader", "ProcessRow", "ProcessSample"]
 
 _MAX_DESCENDANTS = 256
 _COMMAND_CHARS = 120
@@ -39,6 +39,21 @@ class _Stat:
     threads: int
     start_ticks: int
     rss_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """One line of a list of all processes. ``command`` is the kernel's name of it, 15 characters at most."""
+
+    pid: int
+    ppid: int
+    state: str
+    command: str
+    start_ticks: int
+
+    @property
+    def kernel_thread(self) -> bool:
+        return self.ppid == 2 or self.pid == 2
 
 
 class ProcessReader:
@@ -78,6 +93,15 @@ class ProcessReader:
         """The state letter of the main thread."""
         stat = self._stat(pid)
         return stat.state if stat is not None else None
+
+    def rows(self) -> list[ProcessRow]:
+        """All processes that are visible, in the order of their pids; one small file is read for each."""
+        try:
+            pids = sorted(int(name) for name in os.listdir(self._root) if name.isdigit())
+        except OSError:
+            return []
+        stats = ((pid, self._stat(pid)) for pid in pids)
+        return [ProcessRow(pid, s.ppid, s.state, s.comm, s.start_ticks) for pid, s in stats if s is not None]
 
     def start_ticks(self, pid: int) -> int | None:
         """Start time in clock ticks since boot: together with the pid it names one incarnation."""

@@ -1,0 +1,1 @@
+"""Facts about the machine beside its devices: memory, pressure, space for files, processes."""
