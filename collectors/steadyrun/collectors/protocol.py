@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
-
-from steadyrun.core.records import to_json
+from typing import Protocol
 
 __all__ = ["CheckResult", "Collector", "Health", "Trouble", "combine", "unknown"]
 
@@ -52,7 +50,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """How the part is that a collector looks at.
+    """How the part is that a collector looks at. ``steadyrun.core.records.to_json`` makes plain data of it.
 
     Attributes:
         collector: its name.
@@ -69,11 +67,6 @@ class CheckResult:
     actions: tuple[str, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     facts: Mapping[str, Fact] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; enums as their values."""
-        value: dict[str, Any] = to_json(self)
-        return value
 
 
 class Collector(Protocol):

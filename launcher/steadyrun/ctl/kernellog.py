@@ -174,7 +174,8 @@ def _print_text(events: Iterator[KernelEvent], assembler: Assembler, console: Co
     if assembler.foreign:
         other = "message was" if assembler.foreign == 1 else "messages were"
         text = f"{assembler.foreign} {other} left out: a program wrote it, not the kernel (--any-writer shows it)"
-        console.print(console.styled(text, "dim"))
+        for line in console.wrapped(text, 0, None, "dim"):
+            console.print(line)
     return 0
 
 
