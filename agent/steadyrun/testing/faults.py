@@ -42,7 +42,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -445,7 +445,7 @@ class FaultPlan:
         for one in [o for o in self._lasting if o.until is not None and step >= o.until]:
             self._lasting.remove(one)
             one.stop()
-            one.strike.say(f"injected fault ends after step {step}: {one.strike.fault.text}")
+            replace(one.strike, step=step).say(f"injected fault ends: {one.strike.fault.text}")
 
     def add(self, text: str, step: int | None = None) -> tuple[str, ...]:
         """Faults for this running rank; the answer says, for a person, when each will strike.
