@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from typing import Any, Final
@@ -73,7 +73,7 @@ class PaceJudge:
         self._nodes: dict[int, str] = {}
         self._has_begun = False
         self._at_unix_s: dict[int, float] = {}
-        self._told: set[tuple[Any, ...]] = set()
+        self._told: dict[tuple[Any, ...], Alarm] = {}  # as they were when they began
 
     # -- in ------------------------------------------------------------------------------------------------------------
     def introduce(self, facts: NodeFacts) -> None:
@@ -153,8 +153,15 @@ class PaceJudge:
             self._watch = PaceWatch(self._config(frame), self.roles, self.world_size, nodes=self._nodes)
         self.judged += 1
         began = self._watch.take(frame)
-        self._told.update(a.key for a in began)
-        ended = [a for a in self._watch.take_closed() if a.key in self._told]  # a slow node's ranks have none of theirs
+        now = {a.key: a for a in self._watch.open_alarms()} if began else {}
+        # What the job loses by it is known once it counts as open.
+        began = [replace(a, impact=o.impact, lost_s=o.lost_s) if (o := now.get(a.key)) else a for a in began]
+        self._told.update((a.key, a) for a in began)
+        ended = [
+            replace(a, slowdown=was.slowdown, impact=was.impact)  # at its end it is no longer slow
+            for a in self._watch.take_closed()
+            if (was := self._told.get(a.key)) is not None  # a slow node's ranks have no alarms of their own
+        ]
         return [self._event(PaceNews.BEGAN, a) for a in began] + [self._event(PaceNews.ENDED, a) for a in ended]
 
     def _config(self, frame: StepFrame) -> StragglerConfig:
