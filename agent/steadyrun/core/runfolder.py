@@ -50,9 +50,23 @@ class RunFolder:
         return self.root / "timeouts.json"
 
     @property
+    def section_statistics(self) -> Path:
+        """What the run has seen of its sections so far; by the agent of group rank 0."""
+        return self.state / "section_statistics.json"
+
+    def calibration(self, configuration: str) -> Path:
+        """What all runs beside this one with the same command line have seen."""
+        return self.root.parent / "calibration" / f"{configuration}.json"
+
+    @property
     def state(self) -> Path:
         """``live.json``: what steadyctl needs to look at a live run (board paths, pids), one entry per node."""
         return self.root / "live"
+
+    @property
+    def node_scores(self) -> Path:
+        """Which nodes faults were blamed on, in this run and in those before it."""
+        return self.root / "state" / "node_scores.json"
 
     @classmethod
     def create(cls, run_dir: Path, run_id: str, now_unix_s: float | None = None) -> tuple[RunFolder, str]:

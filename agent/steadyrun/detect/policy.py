@@ -168,12 +168,22 @@ class Situation:
         marks: per blamed node its faults within the last weeks, this one's included.
         offenders: nodes whose score is over the threshold.
         spares: how many nodes could be left out now without leaving the job too small.
+        needed: nodes that cannot be left out: without them the others would not find each other.
     """
 
     now_unix_s: float = 0.0
     marks: Mapping[str, Sequence[Mark]] = field(default_factory=dict)
     offenders: frozenset[str] = frozenset()
     spares: int = 0
+    needed: frozenset[str] = frozenset()
+
+    def why_not(self, nodes: Sequence[str]) -> str:
+        """What is against leaving these nodes out; empty: nothing is."""
+        if hosts := [n for n in nodes if n in self.needed]:
+            return f"{', '.join(hosts)} hosts the rendezvous"
+        if len(nodes) > self.spares:
+            return "no spare is there" if self.spares == 0 else "too few spares are there"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +261,8 @@ class Policy:
         cls = case.main.cls
         action = case.row.action
         # A restart of a job that goes on is worth it only where it gets rid of the node.
-        is_worth_it = case.is_due(Measure.EXCLUDE_NODE) and 0 < len(case.main.nodes) <= case.situation.spares
+        nodes = case.main.nodes
+        is_worth_it = case.is_due(Measure.EXCLUDE_NODE) and bool(nodes) and not case.situation.why_not(nodes)
         if action is Action.REPORT and not is_worth_it:
             ruling = Ruling(Action.REPORT, f"{cls.value}: reported only")
         elif action is Action.STOP:
@@ -307,7 +318,7 @@ class Policy:
             suspect = _blamed_throughout(case.history)
         advice: tuple[str, ...] = ()
         for measure in ESCALATION:
-            if measure is Measure.EXCLUDE_NODE and suspect is not None and case.situation.spares > 0:
+            if measure is Measure.EXCLUDE_NODE and suspect is not None and not case.situation.why_not((suspect,)):
                 reason = f"{text}, each time blamed on node {suspect}: once more without it"
                 return Ruling(Action.RESTART_WITHOUT_NODE, reason, self._back_off_s(case.history), without=(suspect,))
             if measure is Measure.PREFLIGHT and suspect is not None:
@@ -392,9 +403,8 @@ def _leave_out(ruling: Ruling, case: _Case) -> Ruling:
     if not nodes:
         return ruling
     names = ", ".join(nodes)
-    if len(nodes) > case.situation.spares:
-        what = "no spare is there" if case.situation.spares == 0 else "too few spares are there"
-        return replace(ruling, reason=f"{ruling.reason}; {names} should be left out ({why}), but {what}")
+    if against := case.situation.why_not(nodes):
+        return replace(ruling, reason=f"{ruling.reason}; {names} should be left out ({why}), but {against}")
     reason = f"{ruling.reason}; {names} left out: {why}"
     return replace(ruling, action=Action.RESTART_WITHOUT_NODE, reason=reason, without=nodes)
 

@@ -70,7 +70,7 @@ def decision_words(verdict: Verdict) -> str:
         case Action.RESTART | Action.ROLL_BACK:
             return f"restarting as attempt {verdict.attempt + 1}{reason}"
         case Action.RESTART_WITHOUT_NODE:
-            nodes = ", ".join(n for f in verdict.findings for n in f.nodes)
+            nodes = ", ".join(verdict.details.get("without") or [n for f in verdict.findings for n in f.nodes])
             return f"restarting as attempt {verdict.attempt + 1} without {nodes}{reason}"
         case Action.STOP:
             return f"the job stops{reason}"

@@ -7,7 +7,7 @@ rank; *leader* is group rank 0.
 key                    set by      value
 =====================  ==========  ==========================================================================
 floor/G                each node   JSON: the newest attempt and history it knows
-agreed                 leader      JSON: the first attempt of this epoch, the history to go on with
+agreed                 leader      JSON: the first attempt of this epoch, the history to go on with, the nodes' hosts
 store/A                leader      host:port of the attempt's worker store
 stop/A                 first wins  JSON: why the attempt must end, who says so, the incident's number
 evidence/A/G           each node   JSON: what it collected about its ranks
@@ -269,7 +269,9 @@ class ControlChannel:
         self._floors[group_rank] = data
         if len(self._floors) == self.group_world_size:
             newest = max(self._floors.values(), key=lambda d: int(d["attempt"]))
-            self._store.set("agreed", _pack({"attempt": newest["attempt"], "state": newest["state"]}))
+            machines = [floor["state"].get("machine") for _, floor in sorted(self._floors.items())]
+            state = {**newest["state"], "machines": machines}
+            self._store.set("agreed", _pack({"attempt": newest["attempt"], "state": state}))
 
     def _watch(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from steadyrun.core.flight import FlightDetails, RankFlight
 from steadyrun.core.records import (
     Evidence,
     ExitRecord,
+    Finding,
     RankEvidence,
     Suspicion,
     Verdict,
@@ -27,10 +29,13 @@ from steadyrun.core.records import (
     to_json,
 )
 from steadyrun.core.runfolder import RunFolder
-from steadyrun.detect.policy import AttemptOutcome, History, Policy, PolicyLimits, outcome_of
+from steadyrun.detect.faulttable import FaultKind, kind_of, signs_of
+from steadyrun.detect.nodescore import Machine
+from steadyrun.detect.policy import AttemptOutcome, History, Policy, PolicyLimits, Situation, outcome_of
 from steadyrun.detect.report import render_incident
 from steadyrun.detect.verdict import Judgement, judge
 from steadyrun.node.machine.events import Decision, ProbeResult
+from steadyrun.node.scorekeeper import ScoreKeeper
 from steadyrun.postmortem.judging import report_of_incident
 from steadyrun.postmortem.page import render_page
 
@@ -76,6 +81,16 @@ class Judged:
     falls_back: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Jury:
+    """What deciding over all nodes needs: who is who, and whether anybody can be left out (as in ``Situation``)."""
+
+    group_ranks: Mapping[str, int]
+    spares: int
+    needed: frozenset[str]
+    absent: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class _Reports:
     """Evidence of all nodes for one attempt, as it comes in."""
@@ -105,10 +120,15 @@ class IncidentDesk:
         self._script, self._clock, self._post = script, clock, post
         self._policy = Policy(limits)
         self._collector = EvidenceCollector(node, sources=(FlightSource(run_id),))
+        self.scores = ScoreKeeper(folder, run_id, clock)
+        self.hosts_store = False  # the job's rendezvous lives in this node's launcher
         self._reports: _Reports | None = None
         self._own: dict[int, tuple[RankEvidence, ...]] = {}
         self._progress: dict[str, Any] = {}
         self._highest = 0
+        self._begun_s = clock.now_s()
+        self._checkpoint_step: int | None = None
+        self._checkpoints_seen: dict[int, int] = {}
 
     # -- numbering ---------------------------------------------------------------------------------------------------
     def next_number(self) -> int:
@@ -141,8 +161,25 @@ class IncidentDesk:
     def begin_attempt(self, attempt: int) -> None:
         """Forget what belongs to earlier attempts."""
         self._collector.begin_attempt()
+        self._begun_s = self._clock.now_s()
+        self._checkpoint_step = None
+        self._checkpoints_seen.clear()
         if self._reports is not None and self._reports.incident.attempt < attempt:
             self._reports = None
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is one that the next attempt can start from."""
+        self._checkpoint_step = step if self._checkpoint_step is None else max(self._checkpoint_step, step)
+
+    def watch_checkpoints(self, views: Mapping[int, SlotView | None]) -> None:
+        """Where nobody says which step was saved: that at which a rank left its section for checkpoints."""
+        for rank, view in views.items():
+            if view is None or view.checkpoints_done <= self._checkpoints_seen.get(rank, 0):
+                continue
+            self._checkpoints_seen[rank] = view.checkpoints_done
+            if view.step_is_global and view.step is not None:
+                self.saved(view.step)
 
     # -- collecting --------------------------------------------------------------------------------------------------
     def collect(
@@ -161,6 +198,7 @@ class IncidentDesk:
             "highest_step": max(steps, default=None),
             "step_is_global": any(v.step_is_global for v in views if v is not None),
             "checkpoints_done": max((v.checkpoints_done for v in views if v is not None), default=0),
+            "checkpoint_step": self._checkpoint_step,
         }
 
         def finished(evidence: tuple[RankEvidence, ...]) -> None:
@@ -178,6 +216,8 @@ class IncidentDesk:
         now_unix_s = self._clock.unix_s()
         return {
             "node": self._node,
+            "host": socket.gethostname(),
+            "hosts_store": self.hosts_store,
             "unix_minus_mono_s": now_unix_s - self._clock.now_s(),
             "sent_at_unix_s": now_unix_s,
             "ranks": ranks,
@@ -202,8 +242,14 @@ class IncidentDesk:
         return r is not None and (len(r.payloads) >= r.expected or now_s >= r.due_s)
 
     # -- judging -----------------------------------------------------------------------------------------------------
-    def judge_all(self, world_size: int, history: History, has_older: bool = False) -> tuple[Incident, Judged]:
-        """Judge and decide over the evidence of all nodes, write the incident; by the leader, once."""
+    def judge_all(
+        self, world_size: int, history: History, has_older: bool = False, spares: int = 0
+    ) -> tuple[Incident, Judged]:
+        """Judge and decide over the evidence of all nodes, write the incident; by the leader, once.
+
+        Args:
+            spares: how many nodes could be left out without leaving the job too small.
+        """
         reports = self._reports
         assert reports is not None
         self._reports = None
@@ -211,6 +257,9 @@ class IncidentDesk:
         ranks: list[RankEvidence] = []
         offsets: dict[str, float] = {}
         progress: list[Mapping[str, Any]] = []
+        group_ranks: dict[str, int] = {}
+        machines: list[Machine] = []
+        needed: set[str] = set()
         for group_rank, payload in sorted(reports.payloads.items()):
             told = _unpack_evidence(payload)
             if isinstance(told, str):
@@ -220,17 +269,63 @@ class IncidentDesk:
             ranks += [_with_clock(r, -late_s) for r in told.ranks]
             offsets[told.node] = told.unix_minus_mono_s
             progress.append(told.progress)
+            group_ranks[told.node] = group_rank
+            machines.append(Machine(told.node, told.host))
+            if told.hosts_store:
+                needed.add(told.node)
         trigger = reports.incident.trigger
         if trigger == "exit" and any(r not in reports.payloads for r in range(reports.expected)) and not _deaths(ranks):
             trigger = "node_lost"
         incident = replace(reports.incident, trigger=trigger)
-        judged = self._judge(incident, ranks, offsets, progress, missing, world_size, history, None, has_older)
+        if any(m.node not in self.scores.nodes for m in machines):
+            self.scores.meet(machines)
+        absent = tuple(n for n in self.scores.nodes if n not in group_ranks)
+        jury = _Jury(group_ranks, spares, frozenset(needed), absent)
+        judged = self._judge(incident, ranks, offsets, progress, missing, world_size, history, jury, has_older)
         return incident, judged
 
     def judge_own(self, incident: Incident, world_size: int, history: History) -> Judged:
         """Judge this node's evidence alone, for a report; nothing follows from it."""
         ranks = self._own.get(incident.number, ())
-        return self._judge(incident, ranks, {}, [self._progress], [], world_size, history, Action.REPORT)
+        return self._judge(incident, ranks, {}, [self._progress], [], world_size, history, None)
+
+    def report(
+        self,
+        incident: Incident,
+        findings: Sequence[Finding],
+        ranks: Sequence[RankEvidence],
+        world_size: int,
+        details: Mapping[str, Any],
+        missing: Sequence[str] = (),
+    ) -> tuple[Verdict, str]:
+        """Write an incident whose findings were made elsewhere and for which nobody is stopped.
+
+        Returns:
+            The verdict, and why it could not be written (an empty text: it was).
+        """
+        evidence = Evidence(
+            run_id=self._run_id,
+            attempt=incident.attempt,
+            world_size=world_size,
+            trigger=incident.trigger,
+            now_s=self._clock.now_s(),
+            ranks=tuple(sorted(ranks, key=lambda r: r.rank)),
+            script=self._script,
+            missing=tuple(missing),
+        )
+        judgement = Judgement(tuple(findings), missing=tuple(missing), sentence=incident.reason)
+        verdict = judgement.verdict(
+            evidence,
+            incident=incident.number,
+            mode=self._mode,
+            action=Action.REPORT,
+            reason="training goes on",
+            detected_at_unix_s=incident.detected_at_unix_s,
+            detection_delay_s=round(incident.delay_s, 4),
+            details={"trigger": incident.trigger, "found_by": incident.reason, **details},
+        )
+        offset_s = self._clock.unix_s() - self._clock.now_s()
+        return verdict, self._write(incident, verdict, evidence, judgement, {self._node: offset_s})
 
     def _judge(
         self,
@@ -241,9 +336,10 @@ class IncidentDesk:
         missing: Sequence[str],
         world_size: int,
         history: History,
-        action: Action | None,
+        jury: _Jury | None,
         has_older: bool = False,
     ) -> Judged:
+        """*jury* is None for a report."""
         evidence = Evidence(
             run_id=self._run_id,
             attempt=incident.attempt,
@@ -256,27 +352,50 @@ class IncidentDesk:
         )
         offset_s = self._clock.unix_s() - self._clock.now_s()
         judgement = _judgement(evidence, offset_s, offsets, IncidentDetails(incident.folder))
-        steps = [p["highest_step"] for p in progress if p.get("highest_step") is not None]
-        outcome = outcome_of(
-            evidence,
-            judgement.findings,
-            highest_step=max(steps, default=None),
-            step_is_global=any(p.get("step_is_global") for p in progress),
-            checkpoints_done=max((int(p.get("checkpoints_done", 0)) for p in progress), default=0),
-        )
+        if jury is not None:
+            judgement = replace(judgement, findings=tuple(_on_nodes(f, jury.absent) for f in judgement.findings))
+        findings = judgement.findings
+        kinds = [kind_of(f.cls, signs_of(evidence, f)) for f in findings]
+        outcome = self._outcome(evidence, findings, kinds, progress)
         after = history.with_outcome(outcome)
+        notes: list[str] = []
+        situation = Situation()
+        if jury is not None:
+            is_early = outcome.highest_step is None
+            notes = self.scores.blame(list(zip(findings, kinds, strict=True)), incident.number, is_early)
+            situation = self._situation(findings, jury)
         ruling = self._policy.decide(
-            judgement.findings, after, self._mode, incident.trigger, _scripts_ended(ranks, world_size), has_older
+            findings,
+            after,
+            self._mode,
+            incident.trigger,
+            _scripts_ended(ranks, world_size),
+            has_older,
+            kinds[0] if kinds else None,
+            situation,
         )
-        if action is Action.REPORT:
+        notes += [f"to do: {text}" for text in ruling.advice]
+        if jury is None:
             after = history
+            ruling = replace(ruling, action=Action.REPORT, without=())
         elif ruling.action is Action.REPORT and incident.trigger == "exit":
             # a rank has ended, so that "only report" cannot mean to go on
             ruling = replace(ruling, action=Action.STOP)
-        chosen = Action.REPORT if action is Action.REPORT else ruling.action
+        excluded: tuple[int, ...] = ()
+        if jury is not None and ruling.without:
+            after = after.leaving_out(ruling.without)
+            self.scores.exclude(ruling.without, kinds[0], incident.number)
+            excluded = tuple(jury.group_ranks[n] for n in ruling.without if n in jury.group_ranks)
+        chosen = ruling.action
         details: dict[str, Any] = {"trigger": incident.trigger, "found_by": incident.reason}
         if incident.past_limit_s is not None:
             details["past_limit_s"] = round(incident.past_limit_s, 4)
+        if kinds:
+            details["kind"] = kinds[0].value
+        if notes:
+            details["notes"] = notes
+        if ruling.without:
+            details["without"] = list(ruling.without)
         verdict = judgement.verdict(
             evidence,
             incident=incident.number,
@@ -293,14 +412,45 @@ class IncidentDesk:
             next_attempt=incident.attempt + 1,
             reason=ruling.reason,
             delay_s=ruling.delay_s,
+            excluded_nodes=excluded,
             exit_class=ruling.exit_class,
             root_cause=next((r for f in judgement.findings for r in f.ranks), None),
         )
-        text = render_incident(verdict, evidence)
+        text = "\n".join([render_incident(verdict, evidence), *(f"steadyrun:   {note}" for note in notes)])
         problem = self._write(incident, verdict, evidence, judgement, dict(offsets) or {self._node: offset_s})
         if problem:
             text += f"\nsteadyrun:   this incident cannot be looked up later: {incident.folder}: {problem}"
         return Judged(verdict, decision, after, text, ruling.falls_back and chosen is Action.RESTART)
+
+    def _outcome(
+        self,
+        evidence: Evidence,
+        findings: Sequence[Finding],
+        kinds: Sequence[FaultKind],
+        progress: Sequence[Mapping[str, Any]],
+    ) -> AttemptOutcome:
+        def newest(key: str) -> int | None:
+            return max((p[key] for p in progress if p.get(key) is not None), default=None)
+
+        return outcome_of(
+            evidence,
+            findings,
+            highest_step=newest("highest_step"),
+            step_is_global=any(p.get("step_is_global") for p in progress),
+            checkpoints_done=newest("checkpoints_done") or 0,
+            checkpoint_step=newest("checkpoint_step"),
+            kind=kinds[0] if kinds else None,
+            lived_s=self._clock.now_s() - self._begun_s,
+        )
+
+    def _situation(self, findings: Sequence[Finding], jury: _Jury) -> Situation:
+        return Situation(
+            now_unix_s=self._clock.unix_s(),
+            marks=self.scores.marks_by_node({n for f in findings for n in f.nodes}),
+            offenders=self.scores.offenders,
+            spares=min(jury.spares, max(len(jury.group_ranks) - 1, 0)),
+            needed=jury.needed,
+        )
 
     @staticmethod
     def _write(
@@ -344,6 +494,12 @@ class IncidentDesk:
                     checkpoints_done=int(a["checkpoints_done"]),
                     tracebacks=tuple((str(h), s) for h, s in a["tracebacks"]),
                     cls=FaultClass(a["cls"]) if a["cls"] is not None else None,
+                    kind=FaultKind(a["kind"]) if a["kind"] is not None else None,
+                    checkpoint_step=a["checkpoint_step"],
+                    ranks=tuple(int(r) for r in a["ranks"]),
+                    nodes=tuple(str(n) for n in a["nodes"]),
+                    lived_s=a["lived_s"],
+                    without=tuple(str(n) for n in a["without"]),
                 )
                 for a in data
             )
@@ -367,6 +523,13 @@ def _judgement(
         missing = (*evidence.missing, f"flight records: cannot be judged: {type(e).__name__}: {e}")
         bare = tuple(replace(r, flight=None) for r in evidence.ranks)
         return judge(replace(evidence, ranks=bare, missing=missing), wall_minus_mono_s=offset_s, offsets=offsets)
+
+
+def _on_nodes(finding: Finding, absent: Sequence[str]) -> Finding:
+    """A lost node sends no evidence that names it; it is known by its absence."""
+    if finding.cls is not FaultClass.DEAD_NODE or finding.nodes:
+        return finding
+    return replace(finding, nodes=tuple(absent))
 
 
 def target_of(
@@ -406,6 +569,8 @@ class _Told:
     sent_at_unix_s: float
     ranks: tuple[RankEvidence, ...]
     progress: Mapping[str, Any]
+    host: str
+    hosts_store: bool
 
 
 def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
@@ -418,6 +583,8 @@ def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
             float(payload["sent_at_unix_s"]),
             ranks,
             dict(payload["progress"]),
+            str(payload.get("host") or payload["node"]),
+            bool(payload.get("hosts_store")),
         )
     except (KeyError, TypeError, ValueError) as e:
         return repr(e)

@@ -315,7 +315,7 @@ class NodeAgent:
             if spec.observed:
                 root = spec.run_folder.root
                 self._saver = SaverKeeper(
-                    root, spec.node, _Watcher(self._selector), self._say, self._record, self._replan
+                    root, spec.node, _Watcher(self._selector), self._say, self._on_saver_record, self._replan
                 )
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
@@ -386,6 +386,11 @@ class NodeAgent:
                 case ev.Join():
                     self._close_channel()
                     self._in_thread("join", self._join)
+    def _on_saver_record(self, type_: str, **fields: Any) -> None:
+        self._record(type_, **fields)
+        if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
+            self._desk.saved(fields["step"])
+
                 case ev.OpenStore(attempt=attempt):
                     self._open_store(attempt)
                 case ev.Spawn():
@@ -451,7 +456,13 @@ class NodeAgent:
         self._calls.clear()
         self._stores.clear()
         self._drained = False
-        state = {"history": self._desk.pack_history(self._history)}
+        self._desk.hosts_store = membership.hosts_store
+        scores = self._desk.scores
+        state = {
+            "history": self._desk.pack_history(self._history),
+            "scores": scores.pack(),
+            "machine": scores.machine(self._spec.node),
+        }
         self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
 
     def _close_channel(self) -> None:
@@ -503,6 +514,10 @@ class NodeAgent:
                 self._master = (host, port)
                 if self._machine.phase is ev.NodePhase.JOINING:
                     self._feed(self._joined(attempt))
+                for note in self._desk.scores.begin(state.get("scores"), state.get("machines")):
+                    self._record("node_score", note=note)
+                    if channel.is_leader:
+                        self._say(f"steadyrun: {note}")
                 else:
                     self._feed(ev.StoreReady(attempt))
             case control.StopTold(attempt=attempt, payload=payload):
@@ -645,7 +660,8 @@ class NodeAgent:
             return
         world_size = self._membership.world_size if self._membership is not None else 0
         has_older = self._saver is not None and self._saver.has_older(self._attempt)
-        incident, judged = self._desk.judge_all(world_size, self._history, has_older)
+        spares = self._rendezvous.spares()
+        incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares)
         self._history = judged.history
         self._tell_verdict(incident, judged)
         if self._saver is not None and self._history.attempts:
@@ -707,6 +723,7 @@ class NodeAgent:
                     compiling=s.compiling,
                     io_moved=s.io_moved,
                     children_cpu_share=s.children_cpu_share,
+            "scores": self._desk.scores.pack(),
                     doing=s.doing,
                     place=s.place,
                 )
@@ -722,6 +739,7 @@ class NodeAgent:
         self._read_board(self._clock.now_s())  # progress during the window counts first
         self._feed(ev.ProbesDone(results))
 
+        self._desk.scores.adopt(data.get("scores"))
     # -- ranks -------------------------------------------------------------------------------------------------------
     def _setup_for(self, rank: int, local_rank: int, attempt: int) -> dict[str, Any]:
         spec = self._spec
@@ -1017,6 +1035,8 @@ class NodeAgent:
             pass  # a full or vanished disk: the status is stale, the job goes on
 
     def _phase_of(self, rank: int) -> str:
+        if self._saver is None or not self._saver.is_running:
+            self._desk.watch_checkpoints(self._views)
         return self._machine.rank_phase(rank).value
 
     # -- signals -----------------------------------------------------------------------------------------------------
@@ -1097,3 +1117,5 @@ def _read_loaded(path: Path) -> Mapping[str, Any] | None:
         return {"modules": list(told["modules"]), "env_before_torch": dict(told["env_before_torch"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
+        if self._machine.phase is ev.NodePhase.EXCLUDED:
+            self._rendezvous.step_out()

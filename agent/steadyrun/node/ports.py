@@ -152,6 +152,7 @@ class Membership:
         epoch: differs between rendezvous rounds; control keys are prefixed with it.
         attempt_floor: the first attempt number this node would start with (0 for a new job).
         open_worker_store: by group rank 0 only: brings up the attempt's fresh store, returns (host, port) for MASTER_*.
+        hosts_store: this process serves the rendezvous and the control store; without it the job falls apart.
     """
 
     epoch: str
@@ -162,6 +163,7 @@ class Membership:
     attempt_floor: int
     store: AsyncStore
     open_worker_store: Callable[[int], tuple[str, int]]
+    hosts_store: bool = False
 
 
 class Rendezvous(Protocol):
@@ -172,6 +174,14 @@ class Rendezvous(Protocol):
         ...
 
     def nodes_waiting(self) -> int: ...
+    def spares(self) -> int:
+        """How many nodes could leave now without leaving the job too small, as far as is known; never blocks."""
+        ...
+
+    def step_out(self) -> None:
+        """Give up this node's place at once: who only vanishes is missed by its heartbeat alone. May take seconds."""
+        ...
+
     def leave(self, job_done: bool) -> None: ...
 
 

@@ -85,5 +85,5 @@ def report_of_incident(
         flight=judgement.flight,
         sentence=judgement.sentence,
         head=head,
-        decision=decision_words(verdict),
+        decision="; ".join([decision_words(verdict), *map(str, verdict.details.get("notes", ()))]),
     )

@@ -7,6 +7,7 @@ name used here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -89,6 +90,9 @@ __all__ = [
 DEFAULT_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 FAULTS_NAME: Final = "STEADYRUN_FAULTS"
 SPARE_NOTICE_S: Final = 3.0
+STEP_OUT_S: Final = 5.0
+EXIT_OP: Final = "_RendezvousExitOp"
+DEFAULT_PORT: Final = 29400  # of torch's c10d rendezvous
 # A verdict ends the job for all nodes alike; of these classes none is only this node's end.
 ENDS_THE_JOB: Final = frozenset(
     {
@@ -352,6 +356,26 @@ class ElasticRendezvous:
     def nodes_waiting(self) -> int:
         return int(self._handler.num_nodes_waiting())
 
+    def spares(self) -> int:
+        """From torch's own copy of the state, which it renews with each heartbeat; 0 for handlers that have none."""
+        state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
+        least = getattr(getattr(self._handler, "_settings", None), "min_nodes", None)
+        if state is None or least is None:
+            return 0
+        waiting = len(getattr(state, "wait_list", ())) + len(getattr(state, "redundancy_list", ()))
+        return max(len(state.participants) + waiting - int(least), 0)
+
+    def step_out(self) -> None:
+        """What a node does at the beginning of a new round; where torch has it no more, the others wait for 15 s."""
+        executor, exit_op = getattr(self._handler, "_op_executor", None), _exit_op()
+        if executor is None or exit_op is None:
+            return
+        try:
+            self._handler._stop_heartbeats()  # type: ignore[attr-defined]  # they would write the old state back
+            executor.run(exit_op, time.monotonic() + STEP_OUT_S)
+        except Exception as e:  # torch's store errors differ between backends
+            self._say(f"steadyrun: could not leave the rendezvous, the others will notice within seconds: {e}")
+
     def leave(self, job_done: bool) -> None:
         """The rendezvous is closed by ``SteadyLaunch`` (as torch's launch does), and only when the job is over."""
         self._agent.job_is_over = job_done and self._rounds > 0  # a spare has nothing to close
@@ -411,6 +435,7 @@ class ElasticRendezvous:
             attempt_floor=0,
             store=TorchAsyncStore(PrefixStore(f"steadyrun/{epoch}", store)),
             open_worker_store=partial(self._open_worker_store, group, first),
+            hosts_store=_listens_on(self._endpoint),
         )
 
     def _agree_on_epoch(self, store: Any, group_rank: int) -> str:
@@ -432,6 +457,31 @@ class ElasticRendezvous:
             self._store_of_attempt.close()
         self._store_of_attempt = open_worker_store(str(group.master_addr))
         return self._store_of_attempt.host, self._store_of_attempt.port
+
+
+def _exit_op() -> Any:
+    made = getattr(importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous"), EXIT_OP, None)
+    return made() if made is not None else None
+
+
+def _listens_on(endpoint: str) -> bool:
+    """This process serves the port of *endpoint*; torch does not say which of the nodes does."""
+    try:
+        _, port = parse_rendezvous_endpoint(endpoint, default_port=DEFAULT_PORT)
+    except ValueError:
+        return False  # a file, or a backend of somebody else's
+    own: set[str] = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()
+                is_listening = columns[3] == "0A" and int(columns[1].rpartition(":")[2], 16) == port
+                if is_listening and f"socket:[{columns[9]}]" in own:
+                    return True
+    return False
 
 
 def _free_port() -> int:

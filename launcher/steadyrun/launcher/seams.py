@@ -123,6 +123,11 @@ SEAMS: Final[Sequence[Seam]] = (
     # How a node learns that it is a spare; without these it does not say so, and gives up after join_timeout.
     Seam(f"{_RDZV}.dynamic_rendezvous", "DynamicRendezvousHandler", fields=("_state_holder", "_this_node")),
     Seam(f"{_RDZV}.dynamic_rendezvous", "_RendezvousState", fields=("complete", "participants")),
+    # How many nodes could be left out, and how one that is makes room; else none is, or it takes 15 s.
+    Seam(f"{_RDZV}.dynamic_rendezvous", "DynamicRendezvousHandler", fields=("_settings", "_op_executor")),
+    Seam(f"{_RDZV}.dynamic_rendezvous", "DynamicRendezvousHandler._stop_heartbeats"),
+    Seam(f"{_RDZV}.dynamic_rendezvous", "_RendezvousState", fields=("wait_list", "redundancy_list")),
+    Seam(f"{_RDZV}.dynamic_rendezvous", "_RendezvousExitOp"),
 )
 
 
