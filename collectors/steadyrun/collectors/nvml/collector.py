@@ -1,0 +1,142 @@
+"""NVIDIA GPUs as a collector."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from steadyrun.collectors.nvml.asking import FAST, RARE, SLOW
+from steadyrun.collectors.nvml.judging import gpu_troubles
+from steadyrun.collectors.nvml.prober import (
+    DRIVER_NOT_LOADED,
+    LIBRARY_NOT_FOUND,
+    VERSION_MISMATCH,
+    NvmlProber,
+    ProbeError,
+)
+from steadyrun.collectors.nvml.reading import GpuReading, merged
+from steadyrun.collectors.protocol import CheckResult, Fact, Health, Trouble, combine, unknown
+
+__all__ = ["NvmlCollector", "has_driver"]
+
+EVERY_S: Final = 1.0  # the power that NVML gives is a mean over a second: faster tells nothing more
+SLOW_EVERY_S: Final = 10.0
+RARE_EVERY_S: Final = 60.0
+ANSWER_LIMIT_S: Final = 5.0
+
+
+def has_driver(root: Path = Path("/")) -> bool:
+    """The kernel module is loaded, or a container was given its devices."""
+    return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
+
+
+class NvmlCollector:
+    """Reads all GPUs, the cheap facts each second, the dear ones seldom.
+
+    ``check`` belongs into the registry's thread: it waits for the child, up to its limit. ``readings`` and
+    ``take_events`` may be called from any thread and never block for longer than a copy.
+    """
+
+    name = "nvml"
+    every_s = EVERY_S
+
+    def __init__(
+        self,
+        prober: NvmlProber | None = None,
+        root: Path = Path("/"),
+        answer_limit_s: float = ANSWER_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prober = prober if prober is not None else NvmlProber()
+        self._root = root
+        self._answer_limit_s = answer_limit_s
+        self.limit_s = answer_limit_s + 40.0  # and the start of a child
+        self._clock = clock
+        self._due_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._readings: dict[int, GpuReading] = {}
+        self._first: dict[int, GpuReading] = {}
+        self._read_at_s: float | None = None
+        self._events: list[Mapping[str, int]] = []
+
+    def readings(self) -> tuple[tuple[GpuReading, ...], float | None]:
+        """The newest of each GPU by index, and when they were read (CLOCK_MONOTONIC); they stay during a hang."""
+        with self._lock:
+            return tuple(self._readings[i] for i in sorted(self._readings)), self._read_at_s
+
+    def take_events(self) -> list[Mapping[str, int]]:
+        """NVML's events since the last call: ``type``, ``data`` (the Xid), ``index``."""
+        with self._lock:
+            events, self._events = self._events, []
+            return events
+
+    def check(self) -> CheckResult:
+        """Look now."""
+        now_s = self._clock()
+        groups = self._groups_due(now_s)
+        try:
+            answers = self._prober.ask(groups, self._answer_limit_s)
+        except ProbeError as e:
+            self._due_s.clear()  # everything, as soon as it answers again
+            return self._without_answer(e)
+        with self._lock:
+            for answer in answers:
+                index = answer.get("index")
+                reading = merged(self._readings.get(index) if isinstance(index, int) else None, answer)
+                if reading is not None:
+                    self._readings[reading.index] = reading
+            self._read_at_s = now_s
+            self._events += self._prober.poll_events()
+            readings = [self._readings[i] for i in sorted(self._readings)]
+        if SLOW in groups:
+            for gpu in readings:
+                if gpu.error is None:
+                    self._first.setdefault(gpu.index, gpu)
+        troubles = gpu_troubles(readings, self._first)
+        answering = sum(g.error is None for g in readings)
+        well = f"{answering} GPUs, driver {self._prober.begun.get('driver', '?')}"
+        return combine(self.name, troubles, well, _facts(readings, answering))
+
+    def _groups_due(self, now_s: float) -> frozenset[str]:
+        due = {FAST}
+        for group, every_s in ((SLOW, SLOW_EVERY_S), (RARE, RARE_EVERY_S)):
+            if now_s >= self._due_s.get(group, now_s):
+                self._due_s[group] = now_s + every_s
+                due.add(group)
+        return frozenset(due)
+
+    def _without_answer(self, error: ProbeError) -> CheckResult:
+        facts: dict[str, Fact] = {"hung": error.hung, "abandoned_processes": self._prober.abandoned}
+        if error.hung:
+            advice = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
+            return combine(self.name, [Trouble(Health.UNHEALTHY, str(error), advice)], "", facts)
+        if error.code == VERSION_MISMATCH:
+            advice = ("restart the container, or reboot the node",)
+            text = "the driver was updated while it was in use: its library and its module differ"
+            return combine(self.name, [Trouble(Health.UNHEALTHY, text, advice)], "", facts)
+        if not has_driver(self._root) and not self._readings:
+            return combine(self.name, [], "no NVIDIA driver: this machine trains on its CPUs", facts)
+        if error.code in (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND):
+            advice = ("nvidia-smi shows more; give the container the driver's library (NVIDIA_DRIVER_CAPABILITIES)",)
+            text = f"there are GPUs, but {error}"
+            return combine(self.name, [Trouble(Health.DEGRADED, text, advice)], "", facts)
+        return unknown(self.name, str(error), "nvidia-smi shows more")
+
+    def close(self) -> None:
+        """End the child."""
+        self._prober.close()
+
+
+def _facts(readings: list[GpuReading], answering: int) -> dict[str, Fact]:
+    persistence = [g.persistence for g in readings if g.persistence is not None]
+    return {
+        "gpus": len(readings),
+        "gpus_answering": answering,
+        "hung": False,
+        # without it each process that comes or goes starts the GPU anew, which takes seconds
+        "gpus_without_persistence": persistence.count(0),
+        "gpus_in_mig_mode": sum(g.mig == 1 for g in readings),
+    }
