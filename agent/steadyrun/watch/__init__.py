@@ -3,6 +3,8 @@
     with watch.section("load"): ...     # a named stretch of work; also as a decorator; nest as you like
     watch.step(i)                       # step i is done (only where the optimizer hook cannot see it)
     watch.beat()                        # still alive, in a long stretch without steps
+    watch.work(tokens.numel())          # how much work this step does, where steps differ in it
+    watch.role(dp=3, tp=0, pp=1)        # the rank's place, where torch's device meshes do not say it
     watch.should_stop()                 # True on all ranks at the same call, once the job is asked to stop
     watch.checkpointer("checkpoints", model=model, optimizer=optimizer)   # saves often, resumes exactly
     watch.commit("out/step-100")        # makes a checkpoint that a framework has written durable and checkable
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
     from steadyrun.checkpoint.checkpointer import Checkpointer
     from steadyrun.watch.marks import Marks, SectionLike
     from steadyrun.watch.setup import RankSetup
+    from steadyrun.watch.timing import Timing
 
-__all__ = ["beat", "checkpointer", "commit", "is_active", "section", "should_stop", "step"]
+__all__ = ["beat", "checkpointer", "commit", "is_active", "role", "section", "should_stop", "step", "work"]
 
 _MARKING = ("beat", "is_active", "section", "should_stop", "step")
 
@@ -87,6 +90,22 @@ def is_active() -> bool:
     return False
 
 
+def work(n: float) -> None:
+    """The present step does *n* of work: tokens, say, or a sum of squared lengths. Several calls add up.
+
+    Where steps differ between ranks by what they are given, this tells such steps from slow ranks. A number: a tensor
+    is not read, since that could wait for the device.
+    """
+
+
+def role(**coordinates: int) -> None:
+    """This rank's place in the job: ``role(dp=3, tp=0, pp=1)``. Only ranks that do the same work are compared.
+
+    Names that begin with ``dp``, ``data``, ``fsdp``, ``replicate``, ``shard`` or ``batch`` are data parallelism: ranks
+    that differ only in these are comparable. Not needed where the model's device meshes say the same.
+    """
+
+
 def checkpointer(root: Any, **options: Any) -> Checkpointer:
     """The sharded asynchronous checkpointer for a folder; see ``steadyrun.checkpoint.checkpointer.Checkpointer``.
 
@@ -121,6 +140,19 @@ def _load(module: str) -> Any:
     from importlib import import_module
 
     return import_module(module)
+
+
+def _activate_timing(timing: Timing) -> None:
+    """The same for what a rank tells of its work."""
+    for name in ("role", "work"):
+        active = getattr(timing, name)
+        doc = globals()[name].__doc__
+
+        def told(*args: Any, _active: Any = active, **kwargs: Any) -> None:
+            _active(*args, **kwargs)
+
+        told.__name__, told.__qualname__, told.__doc__ = name, name, doc
+        globals()[name] = told
 
 
 def _activate(marks: Marks, setup: RankSetup | None = None) -> None:

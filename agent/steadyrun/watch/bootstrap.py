@@ -21,7 +21,7 @@ from steadyrun.watch.loaded import LoadedReport
 from steadyrun.watch.marks import Marks, make_marks
 from steadyrun.watch.setup import RankSetup
 from steadyrun.watch.shadows import drop_shadowed
-from steadyrun.watch.slot import Slot, SlotError
+from steadyrun.watch.slot import Slot, SlotError, timing_writer
 from steadyrun.watch.torchhooks import (
     CHECKPOINT_MODULE,
     OPTIMIZER_MODULE,
@@ -35,6 +35,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
+
+    from steadyrun.watch.timing import Timing
 
 __all__ = ["attach", "begin"]
 
@@ -119,7 +121,7 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
         marks.observe(third_step=lambda: _in_thread(write))
     os.register_at_fork(after_in_child=on_fork)
     atexit.register(finish)
-    hooks = _hook_imports(marks, recorder, report, finish)
+    hooks = _hook_imports(marks, recorder, report, finish, _timing_of(setup, slot, marks))
     if setup.flight is not None:
         hooks.after(GROUPS_MODULE, around_first_group(before_group, after_group))
     hooks.install()
@@ -142,8 +144,34 @@ def _start_dumps(setup: RankSetup, marks: Marks) -> Deadman | None:
     return deadman
 
 
+def _timing_of(setup: RankSetup, slot: Slot, marks: Marks) -> Callable[[Any], Timing | None]:
+    """What makes the timing of steps, once there are optimizers: until then its modules are not even imported."""
+
+    def make(module: Any) -> Timing | None:
+        if not setup.timing or not marks.is_active():
+            return None
+        try:
+            from steadyrun.watch.timing import Timing
+
+            timing = Timing(timing_writer(slot.words, slot.base), setup.rank_dir)
+            timing.install(module)
+        except Exception as e:  # a torch unlike all that we know
+            _say(f"cannot time steps: {type(e).__name__}: {e}")
+            return None
+        marks.observe(timed=timing.step_ends, aside=timing.aside_begins, aside_end=timing.aside_ends)
+        os.register_at_fork(after_in_child=timing.forked)
+        watch._activate_timing(timing)
+        return timing
+
+    return make
+
+
 def _hook_imports(
-    marks: Marks, recorder: ExceptionRecorder, report: LoadedReport | None, finish: Callable[[], None]
+    marks: Marks,
+    recorder: ExceptionRecorder,
+    report: LoadedReport | None,
+    finish: Callable[[], None],
+    timing: Callable[[Any], Timing | None],
 ) -> ImportHooks:
     def on_threading(module: Any) -> None:
         _before_threads_are_joined(finish)
@@ -154,7 +182,7 @@ def _hook_imports(
         note_env = report.note_env
         hooks.before("torch", lambda: note_env(os.environ))
     hooks.after("threading", on_threading)
-    hooks.after(OPTIMIZER_MODULE, OptimizerSteps(marks).install)
+    hooks.after(OPTIMIZER_MODULE, OptimizerSteps(marks, timing).install)
     hooks.after(CHECKPOINT_MODULE, wrap_checkpointing(marks.section))
     return hooks
 

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
 __all__ = ["Marks", "make_marks"]
 
 NEVER_NS = 1 << 62
+EVALUATIONS = frozenset(("evaluation", "eval", "evaluate", "validation", "validate", "test"))
 _CACHED_NAMES = 1024  # a script that makes up names without end must not grow without end
 _CO_GENERATOR, _CO_COROUTINE, _CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
 
@@ -103,8 +104,9 @@ class Marks:
         set_flag: sets one of the ``F_`` bits.
         open_sections: (lane, name, seconds open) of all threads, outermost first.
         forked: the child's side of a fork: from now on nothing is written.
-        observe: what to call after the first, the third and each step was marked (the last gets its number), and at a
-            step or beat not before a time (gets the time, returns the next one). Those not given stay as they are.
+        observe: what to call after the first, the third and each step was marked (``timed``, then ``each_step``: both
+            get its number), at a step or beat not before a time (gets the time, returns the next one), and when a
+            section that is no step's work is entered (gets its name) and left. Those not given stay as they are.
         now_ns: the board's time.
     """
 
@@ -302,6 +304,24 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         type(made).__exit__ = staticmethod(exit_)  # type: ignore[method-assign]
         return made
 
+    def timed_apart(made: Section) -> Section:
+        """``checkpointing`` and evaluation: their time is no step's own work."""
+        enter, leave = type(made).__enter__, type(made).__exit__
+
+        def enter_(_: object = None) -> None:
+            enter()  # type: ignore[call-arg]
+            if on_aside is not None:
+                on_aside(made.name)
+
+        def exit_(*_: object) -> None:
+            if on_aside_end is not None:
+                on_aside_end()
+            leave()  # type: ignore[call-arg]
+
+        type(made).__enter__ = staticmethod(enter_)  # type: ignore[method-assign]
+        type(made).__exit__ = staticmethod(exit_)  # type: ignore[method-assign]
+        return made
+
     def ending_setup(made: Section) -> Section:
         """``setup`` or ``step`` as opened by the script: its first entry ends the implicit ``setup``."""
         enter = type(made).__enter__
@@ -479,7 +499,9 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
                 else:
                     made = new_section(name, name_id)
                     if name == "checkpointing":
-                        made = counting_saves(made)
+                        made = timed_apart(counting_saves(made))
+                    elif name in EVALUATIONS:
+                        made = timed_apart(made)
                     elif name in ("setup", "step"):
                         made = ending_setup(made)
                 sections[name] = made
@@ -516,7 +538,10 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
     on_late: Callable[[int], int] | None = None
     on_first_step: Callable[[], None] | None = None
     on_third_step: Callable[[], None] | None = None
+    on_timed: Callable[[int], None] | None = None
     on_step: Callable[[int], None] | None = None
+    on_aside: Callable[[str], None] | None = None
+    on_aside_end: Callable[[], None] | None = None
 
     def mark_step(step: int) -> None:
         nonlocal steps_done, last_step, last_step_ns, rearm_at_ns
@@ -536,6 +561,8 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
             rearm_at_ns = on_late(now)
         if steps_done <= 3:
             mark_early_step(now)
+        if on_timed is not None:
+            on_timed(step)
         if on_step is not None:
             on_step(step)
 
@@ -630,14 +657,20 @@ def make_marks(words: memoryview, base: int, base_ns: int, pid: int, rank: int, 
         *,
         first_step: Callable[[], None] | None = None,
         third_step: Callable[[], None] | None = None,
+        timed: Callable[[int], None] | None = None,
         each_step: Callable[[int], None] | None = None,
+        aside: Callable[[str], None] | None = None,
+        aside_end: Callable[[], None] | None = None,
         late: Callable[[int], int] | None = None,
         late_from_ns: int = NEVER_NS,
     ) -> None:
-        nonlocal on_first_step, on_third_step, on_step, on_late, rearm_at_ns
+        nonlocal on_first_step, on_third_step, on_timed, on_step, on_aside, on_aside_end, on_late, rearm_at_ns
         on_first_step = first_step or on_first_step
         on_third_step = third_step or on_third_step
+        on_timed = timed or on_timed
         on_step = each_step or on_step
+        on_aside = aside or on_aside
+        on_aside_end = aside_end or on_aside_end
         if late is not None:
             on_late, rearm_at_ns = late, late_from_ns
 

@@ -29,6 +29,7 @@ class RankSetup:
         loaded_report: file for ``LoadedReport``, or None.
         saver: the socket of the node's saver, or None.
         stack_signal: number of the signal that makes the rank write its stacks.
+        timing: tell how long each step's own work took.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class RankSetup:
         "saver",
         "slot",
         "stack_signal",
+        "timing",
     )
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -63,6 +65,7 @@ class RankSetup:
         saver = data.get("saver")
         self.saver = local_path(saver) if saver else None
         self.stack_signal = int(data.get("stack_signal") or 0)
+        self.timing = bool(data.get("timing", True))
 
     @classmethod
     def parse(cls, text: str) -> RankSetup:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from steadyrun.watch.marks import Marks, SectionLike
+    from steadyrun.watch.timing import Timing
 
 __all__ = ["OptimizerSteps", "around_first_group", "wrap_checkpointing"]
 
@@ -33,8 +34,11 @@ class OptimizerSteps:
     first is gone, or has not stepped for a thousand steps of others, the next one seen marks.
     """
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Marks, timing: Callable[[Any], Timing | None] = lambda module: None) -> None:
+        """*timing* gets the module ``torch.optim.optimizer`` and makes what times the steps, if anything does."""
         self._marks = marks
+        self._make_timing = timing
+        self._timing: Timing | None = None
         self._marker: Callable[[], Any] = lambda: None  # a weak reference
         self._others = 0
         self._is_first = True
@@ -42,9 +46,13 @@ class OptimizerSteps:
     def install(self, module: Any) -> None:
         """Register with ``torch.optim.optimizer``."""
         module.register_optimizer_step_post_hook(self.on_step)
+        self._timing = self._make_timing(module)
 
     def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch's hook, after each ``step`` of any optimizer."""
+        timing = self._timing
+        if timing is not None:
+            timing.optimizer_ends(optimizer)
         if is_initialisation(optimizer, sys._getframe(1)):
             self._marks.beat()
             return

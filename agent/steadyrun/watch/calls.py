@@ -1,0 +1,196 @@
+"""When an unmodified script calls its model: the modules it calls itself are found once, and their calls are seen.
+
+A module's ``__call__`` goes through the attribute ``_compiled_call_impl`` where that is set, which is where
+``Module.compile`` puts its work. A watched module has an object of ours there, around what was there before. Unlike
+hooks it is no part of the module's state: torch leaves it out when a module is pickled or copied, TorchScript does not
+try to compile it, modules keep their fast way through ``__call__``, and it lies outside of what is compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any, Protocol
+
+    class Caller(Protocol):
+        """What is told of calls."""
+
+        def call_begins(self, call: WatchedCall) -> bool:
+            """Whether to tell of the end of this call, too."""
+            ...
+
+        def call_ends(self, call: WatchedCall, output: Any) -> None: ...
+        def call_failed(self) -> None: ...
+
+
+__all__ = ["SLOT", "WatchedCall", "find_roots", "grad_nodes", "tree_of", "unwatch", "watch_calls"]
+
+SLOT = "_compiled_call_impl"
+_DEPTH = 2  # levels below a root at which the script may call modules itself: the networks of a GAN held in one module
+_MOST = 256  # modules watched while it is being learned which ones the script calls
+_MOST_NODES = 3
+
+
+class WatchedCall:
+    """In the place of a module's call.
+
+    Attributes:
+        outer_calls: how often the script itself called the module, with gradients.
+        has_prologue: the module is a wrapper (DDP) that may wait for others before it calls the module inside.
+    """
+
+    __slots__ = ("_before", "_caller", "_is_compiling", "has_prologue", "module", "outer_calls")
+
+    def __init__(self, module: Any, before: Any, caller: Caller, is_compiling: Callable[[], bool]) -> None:
+        from _weakref import ref
+
+        self.module = ref(module)  # weak: a model that is deleted must be gone at once
+        self._before = before
+        self._caller = caller
+        self._is_compiling = is_compiling
+        self.outer_calls = 0
+        self.has_prologue = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._before
+        if call is None:
+            module: Any = self.module()
+            call = module._call_impl
+        if self._is_compiling() or not self._caller.call_begins(self):
+            return call(*args, **kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            self._caller.call_failed()
+            raise
+        self._caller.call_ends(self, output)
+        return output
+
+    def remove(self) -> None:
+        """Put back what was there, unless somebody else has taken the place since."""
+        module = self.module()
+        if module is None or module.__dict__.get(SLOT) is not self:
+            return
+        if self._before is None:
+            del module.__dict__[SLOT]
+        else:
+            module.__dict__[SLOT] = self._before
+
+    def is_in_place(self) -> bool:
+        module = self.module()
+        return module is not None and module.__dict__.get(SLOT) is self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # pickled by a module with a __getstate__ of its own: None, the attribute's default
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+def find_roots(optimizers: Iterable[Any]) -> list[Any]:
+    """The outermost living modules that hold parameters of *optimizers*, or a gradient where none does.
+
+    Walks all objects that Python's garbage collector knows, which takes about 0.1 s; those frozen by ``gc.freeze`` are
+    not found.
+    """
+    base = sys.modules["torch"].nn.Module
+    if not hasattr(base, SLOT):
+        return []
+    wanted = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    kinds: dict[type, bool] = {}
+    modules: list[Any] = []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        is_module = kinds.get(kind)
+        if is_module is None:
+            is_module = kinds[kind] = issubclass(kind, base)
+        if is_module and isinstance(thing.__dict__.get("_modules"), dict):
+            modules.append(thing)
+    inner = {id(child) for m in modules for child in m.__dict__["_modules"].values()}
+    roots = [m for m in modules if id(m) not in inner]
+    held = [m for m in roots if any(id(p) in wanted for p in parameters_of(m))]
+    return held or [m for m in roots if any(p.grad is not None for p in parameters_of(m))]
+
+
+def tree_of(module: Any, depth: int) -> Iterator[Any]:
+    """*module* and what is in it down to *depth* levels, outermost first."""
+    level, seen = [module], {id(module)}
+    for _ in range(depth + 1):
+        below = []
+        for m in level:
+            yield m
+            for child in m.__dict__.get("_modules", {}).values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    below.append(child)
+        level = below
+
+
+def parameters_of(module: Any) -> Iterator[Any]:
+    """All parameters in the tree of *module*, some perhaps twice."""
+    stack, seen = [module], {id(module)}
+    while stack:
+        m = stack.pop()
+        yield from (p for p in m.__dict__.get("_parameters", {}).values() if p is not None)
+        for child in m.__dict__.get("_modules", {}).values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+
+
+def watch_calls(roots: Iterable[Any], caller: Caller) -> list[WatchedCall]:
+    """Watch the calls of *roots* and of the modules in them that a script might call itself."""
+    is_compiling = sys.modules["torch"].compiler.is_compiling
+    calls: list[WatchedCall] = []
+    seen: set[int] = set()
+    for root in roots:
+        for module in tree_of(root, _DEPTH):
+            if len(calls) >= _MOST or id(module) in seen or is_script(module):
+                continue
+            seen.add(id(module))
+            before = module.__dict__.get(SLOT)
+            if isinstance(before, WatchedCall):
+                before.remove()
+                before = module.__dict__.get(SLOT)
+            call = WatchedCall(module, before, caller, is_compiling)
+            call.has_prologue = type(module).__name__ == "DistributedDataParallel"
+            module.__dict__[SLOT] = call
+            calls.append(call)
+    return calls
+
+
+def unwatch(calls: Iterable[WatchedCall]) -> None:
+    for call in calls:
+        call.remove()
+
+
+def is_script(module: Any) -> bool:
+    """Compiled by TorchScript, which has attributes of its own kind."""
+    return any(kind.__name__ == "ScriptModule" for kind in type(module).__mro__)
+
+
+def grad_nodes(output: Any, most: int = _MOST_NODES, depth: int = 3) -> list[Any]:
+    """The autograd nodes of the first few tensors in what a module returned."""
+    node = getattr(output, "grad_fn", None)
+    if node is not None:
+        return [node]
+    if depth == 0 or hasattr(output, "shape"):
+        return []
+    if isinstance(output, dict):
+        items: Iterable[Any] = list(output.values())[:8]
+    elif isinstance(output, (tuple, list)):
+        items = output[:8]
+    elif hasattr(output, "__dataclass_fields__"):
+        items = [getattr(output, name, None) for name in list(output.__dataclass_fields__)[:8]]
+    else:
+        return []
+    nodes: list[Any] = []
+    for item in items:
+        nodes += grad_nodes(item, most - len(nodes), depth - 1)
+        if len(nodes) >= most:
+            break
+    return nodes

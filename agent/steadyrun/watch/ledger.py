@@ -1,0 +1,124 @@
+"""Where the time of a step went: every instant of the training thread is in exactly one account.
+
+Three clocks are read at each change of account: wall, CPU time of the thread, and the time for which the thread could
+have run and did not (run delay). What is known of waiting for other ranks comes from outside (``wait``). Per account
+
+    wall = own work + waiting for others + starved
+
+where own work is all that is left when known waiting and run delay are taken off the wall clock, but never less than
+the CPU time: run delay is also counted while a thread that has waited for others gets back to a core, and that is no
+work. Sleeping, reading a file and waiting for a worker process or for other threads of one's own are own work: that is
+how a slow disk or a slow data loader shows. In accounts whose waits for others nobody can see (``BLIND``) only CPU time
+is own work.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "AFTER",
+    "BACKWARD",
+    "CHECKPOINT",
+    "DATA",
+    "EVALUATION",
+    "FORWARD",
+    "NO_GRAD",
+    "OPTIMIZER",
+    "PROBE",
+    "PROLOGUE",
+    "TAIL",
+    "Ledger",
+]
+
+DATA = 0
+PROLOGUE = 1  # what DDP does before the forward of the module inside: it may wait for buffers of rank 0
+FORWARD = 2  # and the loss
+NO_GRAD = 3  # a forward without gradients: a teacher, an evaluation
+BACKWARD = 4
+TAIL = 5  # from the last accumulated gradient to the end of backward: what DDP has not hidden of its reduction
+AFTER = 6  # from there on; what it was is known by what comes next
+OPTIMIZER = 7  # and what lies between backward and it, such as clipping
+CHECKPOINT = 8
+EVALUATION = 9  # a section of that name
+PROBE = 10
+ACCOUNTS = 11
+_WORDS = 4  # wall, CPU, run delay, known waits
+
+
+class Ledger:
+    """The accounts of one thread. All times in seconds.
+
+    Attributes:
+        account: the one that time goes to now.
+        at_s: when that began, by the wall clock given.
+        waited_s: known waits since then; ``wait`` adds to it.
+        blind: accounts whose waits for others are not all known.
+    """
+
+    __slots__ = (
+        "_cpu",
+        "_cpu_at_s",
+        "_delay",
+        "_delay_at_s",
+        "_now",
+        "_totals",
+        "account",
+        "at_s",
+        "blind",
+        "waited_s",
+    )
+
+    def __init__(self, now: Callable[[], float], cpu: Callable[[], float], delay: Callable[[], float]) -> None:
+        self._now, self._cpu, self._delay = now, cpu, delay
+        self._totals = [0.0] * (ACCOUNTS * _WORDS)
+        self.account = DATA
+        self.waited_s = 0.0
+        self.blind: frozenset[int] = frozenset((PROLOGUE, TAIL))
+        self.at_s, self._cpu_at_s, self._delay_at_s = now(), cpu(), delay()
+
+    def turn_to(self, account: int) -> None:
+        """From now on time goes to *account*."""
+        now_s, cpu_s, delay_s = self._now(), self._cpu(), self._delay()
+        ending = self.account
+        if ending == AFTER:
+            ending = OPTIMIZER if account == OPTIMIZER else FORWARD if account == BACKWARD else DATA
+        totals, at = self._totals, ending * _WORDS
+        totals[at] += now_s - self.at_s
+        totals[at + 1] += cpu_s - self._cpu_at_s
+        totals[at + 2] += delay_s - self._delay_at_s
+        if self.waited_s:
+            totals[at + 3] += self.waited_s
+            self.waited_s = 0.0
+        self.account = account
+        self.at_s, self._cpu_at_s, self._delay_at_s = now_s, cpu_s, delay_s
+
+    def wait(self, duration_s: float) -> None:
+        """The thread has waited for other ranks for so long, just now."""
+        self.waited_s += duration_s
+
+    def split(self, account: int) -> tuple[float, float, float, float]:
+        """(own work, waiting for others, starved, CPU) of an account since the last ``clear``."""
+        at = account * _WORDS
+        wall_s, cpu_s, delay_s, waited_s = self._totals[at : at + _WORDS]
+        if not wall_s:
+            return 0.0, 0.0, 0.0, 0.0
+        if account in self.blind:
+            own_s = min(cpu_s, wall_s)
+            starved_s = min(delay_s, wall_s - own_s)
+            return own_s, wall_s - own_s - starved_s, starved_s, cpu_s
+        own_s = min(max(wall_s - delay_s - waited_s, cpu_s), wall_s)
+        waiting_s = min(waited_s, wall_s - own_s)
+        return own_s, waiting_s, wall_s - own_s - waiting_s, cpu_s
+
+    def wall_s(self, account: int) -> float:
+        return self._totals[account * _WORDS]
+
+    def clear(self) -> None:
+        """Begin the accounts anew; the current one goes on."""
+        self._totals[:] = _NOTHING
+
+
+_NOTHING = (0.0,) * (ACCOUNTS * _WORDS)
