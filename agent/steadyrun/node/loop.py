@@ -86,6 +86,7 @@ class NodeSpec:
         preload: modules that standbys import besides what the first incarnation reported.
         elastic: the membership may grow.
         rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
+        timing: ranks tell how long each step's own work took.
     """
 
     run_id: str
@@ -105,6 +106,7 @@ class NodeSpec:
     stack_signal: int = field(default_factory=lambda: signal.SIGRTMAX - 3)
     elastic: bool = False
     rollback: Mapping[str, Any] | None = None
+    timing: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -755,6 +757,7 @@ class NodeAgent:
             "run_id": spec.run_id,
             "loaded_report": str(rank_dir / "loaded.json"),
             "stack_signal": spec.stack_signal,
+            "timing": spec.timing,
             "saver": self._saver.socket_path if self._saver is not None else None,
         }
 

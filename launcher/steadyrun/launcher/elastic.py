@@ -623,6 +623,7 @@ class SteadyAgent(LocalElasticAgent):
             faults=_faults(settings.faults, os.environ),
             deadman_s=settings.deadman if math.isfinite(settings.deadman) else 0.0,
             stack_signal=settings.stack_signal,
+            timing=settings.timing,
             elastic=self._elastic,
             rollback=_rollback(settings, run_id),
         )
