@@ -438,6 +438,7 @@ class FaultPlan:
         if self._pending:
             if self._pace is None and any(fault.kind in _LASTING for _, fault in self._pending):
                 self._pace = Pace()
+                self._pace.objects()
                 self._pace.on_step()
             self._strike(self._take(lambda fault: self._is_due(fault, step, last)), step)
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,29 @@ class CannotSlowError(Exception):
     """This rank cannot be slowed that way; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """Of this process: models that are trained, and whether a DataLoader is in use."""
+
+    models: tuple[Any, ...]
+    has_loader: bool
+
+    @classmethod
+    def found(cls) -> _Objects:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return cls((), False)
+        module = sys.modules.get("torch.utils.data.dataloader")
+        base = getattr(module, "_BaseDataLoaderIter", ())
+        modules, has_loader = [], False
+        for found in gc.get_objects():  # type(), not isinstance: that would run __class__ of lazy proxies
+            if issubclass(type(found), torch.nn.Module):
+                modules.append(found)
+            elif issubclass(type(found), base):
+                has_loader = True
+        return cls(tuple(_models(modules)), has_loader)
+
+
 class Pace:
     """CPU time and wall time of the newest steps of this process's main thread, without what was added on purpose."""
 
@@ -46,6 +70,13 @@ class Pace:
         self._cores: deque[float] = deque(maxlen=WATCHED)
         self._last: tuple[float, float, float] | None = None
         self._added_s = 0.0
+        self._objects: _Objects | None = None
+
+    def objects(self) -> _Objects:
+        """What the script trains with. Found once, which takes a tenth of a second or more: ask in an early step."""
+        if self._objects is None:
+            self._objects = _Objects.found()
+        return self._objects
 
     def on_step(self) -> None:
         """A step is done; in the main thread."""
@@ -128,30 +159,29 @@ class SlowPhase:
 
     # -- places --------------------------------------------------------------------------------------------------------
     def _slow_models(self, *, backward: bool) -> None:
-        models = _models(self._torch)
+        models = self._pace.objects().models
         if not models:
             raise CannotSlowError("the script has no model with parameters to train")
         if any(p.device.type != "cpu" for m in models for p in m.parameters()):
             raise CannotSlowError("the model is on an accelerator; work is only added to models on the CPU")
         for model in models:
             if backward:
-                self._hold(model.register_forward_hook(self._when_backward_begins))
+                self._hold(_first_layer(model).register_forward_hook(self._within_backward))
             else:
                 self._hold(
                     model.register_forward_pre_hook(lambda module, _: self._extra() if module.training else None)
                 )
 
-    def _when_backward_begins(self, module: Any, args: Any, output: Any) -> None:
-        """The gradient of a model's output is the first that its backward pass computes."""
+    def _within_backward(self, module: Any, args: Any, output: Any) -> None:
+        """When the backward pass has come down to this layer."""
         tensor = next((t for t in _tensors(output) if t.requires_grad), None)
-        if tensor is not None:
+        if tensor is not None and module.training:
             tensor.register_hook(lambda _: self._extra())
 
     def _slow_loaders(self) -> None:
-        module = sys.modules.get("torch.utils.data.dataloader")
-        base = getattr(module, "_BaseDataLoaderIter", None)
-        if base is None or not any(issubclass(type(o), base) for o in gc.get_objects()):
+        if not self._pace.objects().has_loader:
             raise CannotSlowError("no DataLoader is in use")
+        base: Any = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
         original = base.__next__
 
         def slow_next(iterator: Any) -> Any:
@@ -163,16 +193,20 @@ class SlowPhase:
         self._removers.append(lambda: setattr(base, "__next__", original))
 
 
-def _models(torch: Any) -> list[Any]:
-    """Modules that are no part of another one and have parameters to train; of wrappers (DDP) what they wrap.
+def _models(modules: list[Any]) -> list[Any]:
+    """Those that are no part of another one and have parameters to train; of wrappers (DDP) what they wrap.
 
     Hooks on the inner module run after those of the wrapper, and within what anybody measures of the wrapper.
     """
-    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
     inner = {id(child) for m in modules for child in m.children()}
     outer = [m for m in modules if id(m) not in inner and any(p.requires_grad for p in m.parameters())]
     wrapper = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
     return [m.module if isinstance(m, wrapper) else m for m in outer]
+
+
+def _first_layer(model: Any) -> Any:
+    """The first module with parameters of its own: its outputs need gradients, and not as the first of all."""
+    return next((m for m in model.modules() if m._parameters and any(p.requires_grad for p in m.parameters())), model)
 
 
 def _tensors(value: Any, depth: int = DEEPEST) -> Iterator[Any]:
