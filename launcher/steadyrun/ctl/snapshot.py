@@ -15,10 +15,13 @@ from steadyrun.core.errors import BoardError
 from steadyrun.core.records import to_json
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.ctl.runs import LiveNode, RunLog, incidents_of, is_agent_alive, live_nodes, process_state
+from steadyrun.detect.nodescore import Machine, NodeScore, NodeScores, read_marks
+from steadyrun.node.scorekeeper import read_scores
 
 __all__ = ["NodeLook", "OpenLook", "RankLook", "RunLook", "Standby", "look_at"]
 
 RATE_STEPS = 16  # step times that make the rate
+LEAST_SCORE = 0.05  # of a node that is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class RunLook:
     ending: Mapping[str, Any] | None
     attempts: int
     last_steps: Mapping[int, int]
+    scores: tuple[NodeScore, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What ``steadyctl status --json`` prints."""
@@ -153,7 +157,18 @@ def look_at(run: RunFolder, now_s: float | None = None, now_unix_s: float | None
         ending=log.ending if ended is not None else None,
         attempts=len(log.attempts()),
         last_steps=log.last_steps(),
+        scores=_scores_of(run, time.time() if now_unix_s is None else now_unix_s),
     )
+
+
+def _scores_of(run: RunFolder, now_unix_s: float) -> tuple[NodeScore, ...]:
+    """The nodes that anything was blamed on lately, highest score first, as of now."""
+    told = read_scores(run.node_scores)
+    nodes = told.get("nodes")
+    pairs = [(n.get("node"), n.get("host")) for n in nodes if isinstance(n, dict)] if isinstance(nodes, list) else []
+    scores = NodeScores(str(told.get("run")), tuple(read_marks(told.get("marks"))))
+    looks = scores.look([Machine(str(node), str(host)) for node, host in pairs], now_unix_s)
+    return tuple(look for look in looks if look.score >= LEAST_SCORE)
 
 
 def _look_at_node(live: LiveNode, now_s: float) -> NodeLook:

@@ -23,6 +23,7 @@ __all__ = ["register", "render"]
 
 SCHEMA: Final = "steadyrun.status/1"
 REFRESH_S: Final = 1.0
+MOST_SCORES: Final = 6
 
 _ENTER: Final = "\x1b[?1049h\x1b[?25l"  # alternate screen, cursor hidden
 _LEAVE: Final = "\x1b[?25h\x1b[?1049l"
@@ -119,6 +120,8 @@ def render(look: RunLook, console: Console, now_unix_s: float) -> list[str]:
         lines += _ending(look, console)
     if look.incidents:
         lines += ["", *_incidents(look, console, now_unix_s)]
+    if look.scores:
+        lines += ["", *_scores(look, console)]
     return lines
 
 
@@ -289,4 +292,14 @@ def _incidents(look: RunLook, console: Console, now_unix_s: float) -> list[str]:
         lines += console.wrapped(text, 6, f"{told['incident']:>4}  ")[:3]
     if len(look.incidents) > 3:
         lines.append(console.styled(f"  and {len(look.incidents) - 3} earlier: steadyctl incidents", "dim"))
+    return lines
+
+
+def _scores(look: RunLook, console: Console) -> list[str]:
+    """Nodes that faults were blamed on, in this run and in earlier ones."""
+    lines = [console.styled("nodes that failed before", "bold")]
+    for told in look.scores[:MOST_SCORES]:
+        lines += console.wrapped(plain(told.sentence()), 4, "  ", *(("red",) if told.is_over else ()))
+    if len(look.scores) > MOST_SCORES:
+        lines.append(console.styled(f"  and {len(look.scores) - MOST_SCORES} more: steadyctl status --json", "dim"))
     return lines
