@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ class Journal:
     Types written by the agent: run_started, attempt_started, rank_started, rank_attached, steps (per rank: newest step,
     step times since the last record), sections (per rank: durations since the last record), rank_exited, suspicion,
     incident, attempt_ended, standby, signal, sweep, run_ended.
+
+    Args:
+        listener: hears each record as it is written, or would be were there space on the disk.
     """
 
-    def __init__(self, path: Path, node: str) -> None:
-        self._node = node
+    def __init__(self, path: Path, node: str, listener: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self._node, self._listener = node, listener
         self.lost = 0
         self._fd: int | None = None
         try:
@@ -37,6 +40,8 @@ class Journal:
         """Append one record; one write call, so that a reader sees whole lines."""
         record: dict[str, Any] = {"v": VERSION, "type": type_, "at_unix_s": round(at_unix_s, 6), "at_s": round(at_s, 6)}
         record.update(node=self._node, attempt=attempt, **{k: to_json(v) for k, v in fields.items()})
+        if self._listener is not None:
+            self._listener(record)
         line = json.dumps(record, separators=(",", ":")) + "\n"
         if self._fd is None:
             self.lost += 1

@@ -36,6 +36,7 @@ from steadyrun.core.records import ExitRecord
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.detect.policy import History, PolicyLimits
 from steadyrun.node import control
+from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
 from steadyrun.node.guardian import Guardian
 from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
@@ -85,6 +86,8 @@ class NodeSpec:
         standby: keep warm interpreters.
         preload: modules that standbys import besides what the first incarnation reported.
         elastic: the membership may grow.
+        timeouts: whether ``limits`` are only what the watchdog begins with.
+        configuration: what runs must share for their durations to be comparable.
         rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
         timing: ranks tell how long each step's own work took.
     """
@@ -105,6 +108,8 @@ class NodeSpec:
     deadman_s: float = 300.0
     stack_signal: int = field(default_factory=lambda: signal.SIGRTMAX - 3)
     elastic: bool = False
+    timeouts: Timeouts = Timeouts.AUTO
+    configuration: str = ""
     rollback: Mapping[str, Any] | None = None
     timing: bool = True
 
@@ -249,7 +254,8 @@ class NodeAgent:
         self._say = say
         self._machine = NodeMachine(spec.local_world_size, spec.limits, spec.mode, observed=spec.observed)
         self._board = Board.create_anonymous(spec.local_world_size)
-        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node)
+        self._calibration = Calibration(spec.run_folder, spec.configuration, spec.limits, spec.timeouts)
+        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node, self._calibration.read)
         self._mailbox = _Mailbox()
         self._proc = ProcessReader()
         self._selector = selectors.DefaultSelector()
@@ -307,7 +313,13 @@ class NodeAgent:
     def run(self) -> Outcome:
         """Join, run, restart and end. Raises only for faults of our own; ranks are then ended first."""
         spec = self._spec
-        self._record("run_started", script=spec.script, local_world_size=spec.local_world_size, mode=spec.mode)
+        self._record(
+            "run_started",
+            script=spec.script,
+            local_world_size=spec.local_world_size,
+            mode=spec.mode,
+            configuration=spec.configuration,
+        )
         try:
             self._guardian = Guardian(run_marker(spec.run_id, spec.node), spec.run_folder.root, spec.node)
         except OSError as e:
@@ -356,11 +368,23 @@ class NodeAgent:
         if self._tailer is not None and now_s >= self._next_tail_s:
             self._next_tail_s = now_s + TAIL_S
             self._tailer.pump(now_s)
+        self._follow_calibration(now_s)
         if now_s >= self._next_live_s:
             self._write_live(now_s)
         if self._spec.elastic and now_s >= self._next_waiting_s and self._machine.phase is ev.NodePhase.RUNNING:
             self._next_waiting_s = now_s + WAITING_S
             self._in_thread("waiting", self._ask_waiting)
+
+    def _follow_calibration(self, now_s: float) -> None:
+        limits = self._calibration.limits()
+        if limits is not None:
+            names = limits.calibrated | limits.soft.keys()
+            first = {name: s for name, s in limits.first.items() if name in names}
+            hard = {name: s for name, s in limits.sections.items() if name in limits.calibrated}
+            self._record("limits", soft=dict(limits.soft), hard=hard, first=first)
+            self._feed(ev.LimitsMade(limits))
+            self._next_live_s = now_s
+        self._calibration.write(now_s)
 
     def _feed(self, event: ev.Event) -> None:
         if self._outcome is None:
@@ -806,6 +830,8 @@ class NodeAgent:
         self._feed(ev.RankSpawned(rank, pid))
 
     def _begin_attempt(self, attempt: int) -> None:
+        assert self._membership is not None
+        self._calibration.begin_attempt(attempt, self._membership.world_size, self._membership.group_rank == 0)
         self._attempt = self._begun = attempt
         self._floor = max(self._floor, attempt + 1)
         self._ranks.clear()
@@ -1023,12 +1049,7 @@ class NodeAgent:
             "updated_at_unix_s": self._clock.unix_s(),
             "saver_pid": self._saver.pid() if self._saver is not None else None,
             "standbys": self._standbys.status() if self._standbys is not None else [],
-            "limits": {
-                "step_s": spec.limits.step_s,
-                "setup_s": spec.limits.setup_s,
-                "out_of_section_s": spec.limits.out_of_section_s,
-                "sections": dict(spec.limits.sections),
-            },
+            "limits": self._limits_told(),
         }
         temporary = self._live_path.with_suffix(".tmp")
         try:
@@ -1036,6 +1057,19 @@ class NodeAgent:
             temporary.replace(self._live_path)
         except OSError:
             pass  # a full or vanished disk: the status is stale, the job goes on
+
+    def _limits_told(self) -> dict[str, Any]:
+        """Those in force; calibrated ones are among ``sections``."""
+        limits = self._machine.limits
+        names = ("step_s", "setup_s", "checkpointing_s", "evaluation_s", "default_section_s", "out_of_section_s")
+        return {
+            **{name: _endless_as_none(getattr(limits, name)) for name in names},
+            "sections": {name: _endless_as_none(s) for name, s in limits.sections.items()},
+            "first": {name: _endless_as_none(s) for name, s in limits.first.items()},
+            "soft": dict(limits.soft),
+            "timeouts": self._spec.timeouts.value,
+            "calibrated": self._calibration.told(),
+        }
 
     def _phase_of(self, rank: int) -> str:
         if self._saver is None or not self._saver.is_running:
@@ -1073,6 +1107,7 @@ class NodeAgent:
         ranks = tuple(sorted(self._ranks))
         self._sample(self._clock.now_s(), self._fresh_views())
         self._sampler.flush()
+        self._calibration.close()
         self._record("run_ended", exit_class=int(exit_class), reason=reason)
         self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)
 
@@ -1111,6 +1146,11 @@ class NodeAgent:
         self._journal.close()
         if self._guardian is not None:
             self._guardian.dismiss()
+
+
+def _endless_as_none(seconds: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if seconds is None or math.isinf(seconds) else seconds
 
 
 def _read_loaded(path: Path) -> Mapping[str, Any] | None:

@@ -14,15 +14,16 @@ from typing import Any, Final
 from steadyrun.core.errors import ConfigError
 from steadyrun.core.journal import read_journal
 from steadyrun.core.runfolder import RunFolder
-from steadyrun.core.sections import CHECKPOINTING, EVALUATION, SETUP, STEP
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, STEP
 from steadyrun.ctl.calibration.drawing import limits_svg
 from steadyrun.ctl.calibration.history import Earlier, earlier_in, flags_of, is_written, timeouts_json, write_timeouts
 from steadyrun.ctl.calibration.patternlogs import LogReading, read_logs, with_checked_groups
 from steadyrun.ctl.calibration.replay import limit_s
-from steadyrun.ctl.calibration.weighing import ONCE_A_START, Section, Weight, sections_of, weigh
+from steadyrun.ctl.calibration.weighing import Section, Weight, sections_of, weigh
 from steadyrun.ctl.console import Column, Console, duration, plain
 from steadyrun.ctl.runs import NotFoundError, live_nodes, open_run
 from steadyrun.detect.calibrate import OUT_OF_SECTION, Costs, History, SectionStatistics
+from steadyrun.detect.calibrate.following import ONCE_A_START
 from steadyrun.detect.calibrate.passes import RunPasses, add_to, read_passes
 from steadyrun.node.machine.events import Limits
 
@@ -150,10 +151,7 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
         sizes = ", ".join(map(str, others))
         notes.append(f"also seen with {sizes} ranks, which is kept apart; --world-size N shows it")
     costs = _costs(args, earlier)
-    is_marked = bool({s.key.section for s in chosen} - {SETUP, STEP, OUT_OF_SECTION}) or any(
-        run.has_own_step for run in mine
-    )
-    sections = sections_of(chosen, mine, costs, is_marked or any(run.name.startswith(LOGS) for run in mine))
+    sections = sections_of(chosen, mine, costs, any(run.name.startswith(LOGS) for run in mine))
     current = _current_limits(folder)
     loops = sorted({name for run in mine for name in run.loops})
     if loops:
@@ -164,7 +162,7 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
     for s in sections:
         if s.is_unmarked:
             notes.append(
-                f"{plain(s.name)}: the script marks neither saves nor evaluations, so steps may hold them unseen; "
+                f"{plain(s.name)}: the script does not mark its evaluations, so steps may hold them unseen; "
                 f"{s.costs.min_events:,} passes are needed (mark them: with watch.section('evaluation'))"
             )
     steps_s = sum(a.steps_s for run in mine for a in run.attempts)

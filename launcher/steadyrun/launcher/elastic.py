@@ -65,9 +65,10 @@ from steadyrun.launcher.env import (
     RoleRank,
     TorchRankLauncher,
 )
-from steadyrun.launcher.limits import limits_of
+from steadyrun.launcher.limits import limits_of, timeouts_of
 from steadyrun.launcher.seams import SEAMS, problems_of
 from steadyrun.launcher.signals import SignalInbox, parse_signals
+from steadyrun.node.calibration import configuration_of
 from steadyrun.node.loop import NodeAgent, NodeSpec, Outcome, RankFailure
 from steadyrun.node.ports import Membership, RendezvousFailedError, RendezvousOverError
 from steadyrun.node.processes import LinuxProcessTable
@@ -625,6 +626,10 @@ class SteadyAgent(LocalElasticAgent):
             stack_signal=settings.stack_signal,
             timing=settings.timing,
             elastic=self._elastic,
+            timeouts=timeouts_of(self._resolved),
+            configuration=configuration_of(
+                [os.path.abspath(command.script), *command.arguments], spec.local_world_size
+            ),
             rollback=_rollback(settings, run_id),
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)

@@ -15,25 +15,72 @@ Left out is the last pass of each section in an attempt that was stopped, as the
 from __future__ import annotations
 
 import statistics
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from steadyrun.core.classes import PLANNED
-from steadyrun.core.sections import CHECKPOINTING, EVALUATION, OUT_OF_SECTION, SETUP, STEP, TEARDOWN
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, OUT_OF_SECTION, SETUP, STEP, TEARDOWN, WARM_UP_STEPS
 from steadyrun.detect.calibrate.statistics import History, SectionKey
 
-__all__ = ["Attempt", "Hang", "Pass", "RunPasses", "add_to", "read_passes"]
+__all__ = ["Alarms", "Attempt", "Hang", "Pass", "PassReader", "RunPasses", "add_to", "read_passes"]
 
 _OPEN_BY_THEMSELVES: Final = frozenset({SETUP, TEARDOWN, CHECKPOINTING})
 _KNOWN: Final = frozenset({SETUP, STEP, CHECKPOINTING}) | EVALUATION
 _ENDLESS: Final = float("inf")
+_PENDING: Final = 256  # places of a section that wait for a rank which may never come there
+_REMEMBERED: Final = 64
 _LOOP_SHARE: Final = 0.5  # passes per step from which on a section counts as part of each step
 
 
 @dataclass(frozen=True, slots=True)
+class InForce:
+    """Calibrated limits that an agent went by, s, by section."""
+
+    soft: Mapping[str, float]
+    hard: Mapping[str, float]
+    first: Mapping[str, float]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> InForce:
+        """From a ``limits`` record."""
+        return cls(*(_limits(record.get(part)) for part in ("soft", "hard", "first")))
+
+    def stage(self, p: Pass) -> str:
+        """``hard`` or ``soft``, whichever limit the pass was beyond at last; else empty."""
+        if p.is_warm_up:
+            return ""
+        if p.seconds >= (self.first if p.is_first else self.hard).get(p.section, _ENDLESS):
+            return "hard"
+        return "soft" if not p.is_first and p.seconds >= self.soft.get(p.section, _ENDLESS) else ""
+
+
+@dataclass(slots=True)
+class Alarms:
+    """How often calibrated limits passed, as the agent told at the time, by section; once per pass.
+
+    Attributes:
+        soft: the ranks were looked at.
+        hard: time alone acted.
+        in_hangs: of both, those that a stop for a hang followed.
+    """
+
+    soft: Counter[str] = field(default_factory=Counter)
+    hard: Counter[str] = field(default_factory=Counter)
+    in_hangs: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a section by the job. ``rank`` and ``step``: of the slowest; ``is_first``: after a start."""
+    """One pass of a section by the job.
+
+    Attributes:
+        rank, step: of the slowest.
+        is_first: after a start.
+        is_gap: the time between two steps, outside of sections.
+        in_force: the limits that the agent went by then, or None where it had calibrated none.
+    """
 
     attempt: int
     section: str
@@ -42,6 +89,13 @@ class Pass:
     rank: int
     step: int | None = None
     is_first: bool = False
+    is_gap: bool = False
+    in_force: InForce | None = None
+
+    @property
+    def is_warm_up(self) -> bool:
+        """So soon after a start that calibrated limits are not applied to it."""
+        return self.is_gap and self.index < WARM_UP_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +136,7 @@ class RunPasses:
         has_own_step: the script opens sections named ``step``.
         loops: sections that contain steps: those are what is judged.
         unread: durations the journal does not have, as more were made than it takes.
+        alarms: that the agents told of while it ran.
     """
 
     name: str
@@ -93,6 +148,7 @@ class RunPasses:
     has_own_step: bool = False
     loops: frozenset[str] = frozenset()
     unread: int = 0
+    alarms: Alarms = field(default_factory=Alarms)
 
     @property
     def passes(self) -> Iterator[Pass]:
@@ -116,7 +172,7 @@ def add_to(history: History, run: RunPasses) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 def read_passes(name: str, journals: Iterable[Iterable[Mapping[str, Any]]]) -> RunPasses:
     """*journals*: the records of each node's journal, in the order they were written."""
-    reader = _Reader()
+    reader = PassReader()
     for records in journals:
         for record in records:
             reader.read(record)
@@ -134,7 +190,7 @@ class _Steps:
     counts: dict[str, int]  # passes per section, those that are left out of the lists included
 
 
-_Longest = tuple[float, int, int | None]  # seconds, rank, step
+_Longest = tuple[float, int, int | None, InForce | None]  # seconds, rank, step
 
 
 class _Rank:
@@ -169,13 +225,40 @@ class _AttemptNotes:
     first_steps: dict[int, tuple[float, int]] = field(default_factory=dict)  # rank -> when, which
     newest_step: int | None = None
     stopped_s: float | None = None
+    stalled_s: float = _ENDLESS  # when the rank that was stopped for had last shown progress
     trigger: str = ""
     suspicion: Mapping[str, Any] | None = None
     state: dict[int, _Rank] = field(default_factory=dict)
     joined: dict[str, dict[int, _Longest]] = field(default_factory=dict)  # section -> place -> of the slowest rank
+    taken: dict[str, int] = field(default_factory=dict)  # section -> the first place that has not been taken
+    usual_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # taken times between steps
+    is_closed: bool = False
+
+    def newest(self, name: str) -> int:
+        """The last place of a section that every rank which passes it has reached, where it may still be the last."""
+        if name == OUT_OF_SECTION:
+            return min((s.steps_seen for s in self.state.values() if s.steps_seen), default=0)
+        return min((s.held[name][0] for s in self.state.values() if name in s.held), default=0)
+
+    def close(self) -> None:
+        """No further record comes: the newest passes are whole, unless the attempt was stopped in them."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for rank, state in self.state.items():
+            for name, held in state.held.items():
+                was_whole = name == SETUP and rank in self.first_steps  # the first step ends it
+                if self.stopped_s is None or was_whole:
+                    _join(self.joined[name], *held)
 
 
-class _Reader:
+class PassReader:
+    """Follows the records of a run's journals, those of a node in the order in which they were written.
+
+    Either everything is asked for at the end, with ``result``; or, while the run goes on, what has become certain
+    since the last time, with ``take``, which keeps next to nothing.
+    """
+
     def __init__(self) -> None:
         self._attempts: dict[int, _AttemptNotes] = {}
         self._loops: set[str] = set()
@@ -184,6 +267,9 @@ class _Reader:
         self._unread = 0
         self._configuration = ""
         self._started_s: float | None = None
+        self._alarms: list[tuple[str, int, str, str, float]] = []  # node, attempt, stage, key, when
+        self._in_force: dict[str, InForce] = {}  # by node
+        self._restarts_told: set[int] = set()
 
     def read(self, record: Mapping[str, Any]) -> None:
         try:
@@ -205,13 +291,22 @@ class _Reader:
                 notes.last_s = max(notes.last_s, at_s)
                 for rank, told in record["ranks"].items():
                     if str(rank).isdecimal() and isinstance(told, Mapping):
-                        self._read_steps(attempt, notes, int(rank), told, at_s)
+                        in_force = self._in_force.get(str(record.get("node")))
+                        self._read_steps(notes, int(rank), told, at_s, in_force)
+            case "limits":
+                self._in_force[str(record.get("node"))] = InForce.of(record)
+            case "alarm":
+                stage, key = str(record.get("stage")), str(record.get("key"))
+                self._alarms.append((str(record.get("node")), attempt, stage, key, at_s))
             case "suspicion" if isinstance(record.get("suspicion"), Mapping):
                 notes.suspicion = record["suspicion"]
             case "stop" if notes.stopped_s is None or at_s < notes.stopped_s:
                 notes.stopped_s, notes.trigger = at_s, str(record.get("trigger", ""))
+                notes.stalled_s = at_s - _number(record.get("delay_s"))
 
-    def _read_steps(self, attempt: int, notes: _AttemptNotes, rank: int, told: Mapping[str, Any], at_s: float) -> None:
+    def _read_steps(
+        self, notes: _AttemptNotes, rank: int, told: Mapping[str, Any], at_s: float, in_force: InForce | None
+    ) -> None:
         notes.ranks.add(rank)
         mine = notes.state.setdefault(rank, _Rank())
         steps = _steps_of(told)
@@ -232,8 +327,8 @@ class _Reader:
             if name in mine.held:
                 _join(joined, *mine.held[name])
             for place, seconds in enumerate(durations_s[:-1], start=at):
-                _join(joined, place, (seconds, rank, steps.newest))
-            mine.held[name] = (at + len(durations_s) - 1, (durations_s[-1], rank, steps.newest))
+                _join(joined, place, (seconds, rank, steps.newest, in_force))
+            mine.held[name] = (at + len(durations_s) - 1, (durations_s[-1], rank, steps.newest, in_force))
         place = mine.steps_seen + steps.unread_steps
         mine.steps_seen = place + len(steps.times_s)
         taken_off_s, inside_s = _inside_s(mine, steps)
@@ -241,10 +336,66 @@ class _Reader:
         first = None if steps.newest is None else steps.newest - len(steps.times_s) + 1
         for i, (whole_s, off_s) in enumerate(zip(steps.times_s, taken_off_s, strict=True)):
             step = None if first is None else first + i
-            _join(joined, place + i, (max(0.0, whole_s - off_s), rank, step))
+            _join(joined, place + i, (max(0.0, whole_s - off_s), rank, step, in_force))
         mine.steps_s += sum(steps.times_s)
         mine.inside_s += sum(inside_s)
         mine.note_record(at_s, len(steps.times_s))
+
+    @property
+    def has_own_step(self) -> bool:
+        """The script opens sections named ``step``."""
+        return self._own_step
+
+    @property
+    def has_own_sections(self) -> bool:
+        return self._own_sections
+
+    @property
+    def loops(self) -> frozenset[str]:
+        """Sections that contain steps."""
+        return frozenset(self._loops)
+
+    def take(self, is_over: bool = False) -> list[Pass]:
+        """The passes that no rank can make longer any more, each once. *is_over*: all, as no record follows.
+
+        A rank that passes a section no more does not hold it up for ever.
+        """
+        out: list[Pass] = []
+        reached = [n for n, notes in self._attempts.items() if notes.state]
+        for number, notes in sorted(self._attempts.items()):
+            if is_over or (reached and number < max(reached)):
+                notes.close()
+            for name in sorted(notes.joined.keys() - self._loops):
+                joined = notes.joined[name]
+                until = notes.newest(name)
+                due = [p for p in joined if notes.is_closed or p < until]
+                due += sorted(joined.keys() - set(due))[: max(0, len(joined) - len(due) - _PENDING)]
+                for place in sorted(due):
+                    told = joined.pop(place)
+                    if place >= notes.taken.get(name, 0):
+                        notes.taken[name] = place + 1
+                        out += self._passes(number, name, place, told)
+                        if name == OUT_OF_SECTION:
+                            notes.usual_s.append(told[0])
+        return out
+
+    def take_restart_s(self) -> list[float]:
+        """What each restart cost whose ranks have taken a step since the last call."""
+        out = []
+        for number in sorted(self._attempts):
+            if number not in self._restarts_told and (seconds := self._restart_s(number)) is not None:
+                self._restarts_told.add(number)
+                out.append(seconds)
+        return out
+
+    def _passes(self, number: int, name: str, place: int, told: _Longest) -> list[Pass]:
+        seconds, rank, step, in_force = told
+        if name != OUT_OF_SECTION:
+            is_first = place == 0 and name != SETUP
+            return [Pass(number, name, place, seconds, rank, step, is_first, in_force=in_force)]
+        names = [] if self._own_step else [STEP]
+        names += [OUT_OF_SECTION] if self._own_sections else []
+        return [Pass(number, n, place, seconds, rank, step, is_gap=True, in_force=in_force) for n in names]
 
     def result(self, name: str) -> RunPasses:
         out = RunPasses(name, self._configuration, self._started_s or 0.0, unread=self._unread)
@@ -254,26 +405,32 @@ class _Reader:
                 out.attempts.append(self._attempt(number, notes))
             if notes.trigger == "hang":
                 out.hangs.append(self._hang(number, notes))
+        out.alarms = self._alarms_told()
         out.restarts_s = [s for number in sorted(self._attempts) if (s := self._restart_s(number)) is not None]
         return out
 
+    def _alarms_told(self) -> Alarms:
+        """Each node tells of a pass for itself: the one that told most counts."""
+        by_node: dict[str, Alarms] = {}
+        for node, attempt, stage, key, at_s in self._alarms:
+            if stage not in ("soft", "hard"):
+                continue
+            mine = by_node.setdefault(node, Alarms())
+            (mine.soft if stage == "soft" else mine.hard)[key] += 1
+            notes = self._attempts[attempt]
+            if notes.stopped_s is not None and notes.stalled_s <= at_s and notes.trigger not in PLANNED:
+                mine.in_hangs[key] += 1
+        out = Alarms()
+        for mine in by_node.values():
+            out.soft, out.hard, out.in_hangs = out.soft | mine.soft, out.hard | mine.hard, out.in_hangs | mine.in_hangs
+        return out
+
     def _attempt(self, number: int, notes: _AttemptNotes) -> Attempt:
-        for rank, state in notes.state.items():
-            for name, held in state.held.items():
-                was_whole = name == SETUP and rank in notes.first_steps  # the first step ends it
-                if notes.stopped_s is None or was_whole:
-                    _join(notes.joined[name], *held)
+        notes.close()
         passes = []
         for name in sorted(notes.joined.keys() - self._loops):
-            for place, (seconds, rank, step) in sorted(notes.joined[name].items()):
-                if name != OUT_OF_SECTION:
-                    is_first = place == 0 and name != SETUP
-                    passes.append(Pass(number, name, place, seconds, rank, step, is_first))
-                    continue
-                if not self._own_step:
-                    passes.append(Pass(number, STEP, place, seconds, rank, step))
-                if self._own_sections:
-                    passes.append(Pass(number, name, place, seconds, rank, step))
+            for place, told in sorted(notes.joined[name].items()):
+                passes += self._passes(number, name, place, told)
         out = Attempt(number, len(notes.ranks), passes)
         first_s = min((at_s for at_s, _ in notes.first_steps.values()), default=notes.started_s or notes.last_s)
         out.observed_s = max(0.0, notes.last_s - first_s)
@@ -297,11 +454,16 @@ class _Reader:
             return None
         back = self._attempts[later[0]]
         seconds = max(at_s for at_s, _ in back.first_steps.values()) - notes.stopped_s
-        times_s = [seconds for seconds, _, _ in notes.joined.get(OUT_OF_SECTION, {}).values()]
+        times_s = [*notes.usual_s, *(told[0] for told in notes.joined.get(OUT_OF_SECTION, {}).values())]
         if notes.newest_step is not None and times_s:
             first = min(step for _, step in back.first_steps.values())
             seconds += max(0, notes.newest_step - first + 1) * statistics.median(times_s)
         return max(0.0, seconds)
+
+
+def _limits(value: Any) -> dict[str, float]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(k): float(v) for k, v in items if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 def _join(joined: dict[int, _Longest], place: int, told: _Longest) -> None:

@@ -316,6 +316,10 @@ class History:
         """The statistics under *key*, made empty where there are none yet."""
         return self._sections.setdefault(key, SectionStatistics.empty(key))
 
+    def forget(self, section: str) -> None:
+        """All that is known of *section*, at any world size."""
+        self._sections = {k: s for k, s in self._sections.items() if k.section != section}
+
     def of_world(self, world_size: int, configuration: str = "") -> list[SectionStatistics]:
         """Those of one world size and configuration, by name."""
         return [s for s in self if (s.key.world_size, s.key.configuration) == (world_size, configuration)]

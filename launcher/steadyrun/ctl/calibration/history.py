@@ -11,9 +11,10 @@ from typing import Any, Final
 from steadyrun.core.errors import ConfigError
 from steadyrun.core.sections import CHECKPOINTING, SETUP, STEP
 from steadyrun.ctl.calibration.replay import limit_s
-from steadyrun.ctl.calibration.weighing import ONCE_A_START, Section
+from steadyrun.ctl.calibration.weighing import Section
 from steadyrun.ctl.files import write_atomically
 from steadyrun.detect.calibrate import OUT_OF_SECTION, Costs, History
+from steadyrun.detect.calibrate.following import ONCE_A_START
 from steadyrun.detect.calibrate.statistics import STATISTICS_SCHEMA
 from steadyrun.launcher.limits import TIMEOUTS_SCHEMA
 from steadyrun.node.machine.events import Limits
@@ -59,7 +60,7 @@ def timeouts_json(sections: Sequence[Section], earlier: Earlier, costs: Costs, a
     out.update({s.name: _rounded(s.limit.hard_s) for s in sections if s.name in OPTION_OF})
     out["sections"] = {s.name: _rounded(s.limit.hard_s) for s in sections if s.name not in OPTION_OF}
     out["first"] = {s.name: _rounded(s.limit.first_s) for s in sections if s.statistics.first.n}
-    out["_soft"] = {s.name: _rounded(s.limit.soft_s) for s in sections if s.limit.soft_s < s.limit.hard_s}
+    out["soft"] = {s.name: _rounded(s.limit.soft_s) for s in sections if s.limit.soft_s < s.limit.hard_s}
     out["_made"] = {
         "by": "steadyctl calibrate-timeouts",
         "at_unix_s": round(at_unix_s, 3),

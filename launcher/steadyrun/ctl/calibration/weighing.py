@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from steadyrun.core.sections import SETUP, STEP, TEARDOWN
 from steadyrun.ctl.calibration.replay import Rule, fired, fired_as_it_grew, limit_s
-from steadyrun.detect.calibrate import OUT_OF_SECTION, Basis, Costs, Limit, SectionStatistics, limits_of
+from steadyrun.detect.calibrate import Basis, Costs, Limit, SectionStatistics, limits_of
 from steadyrun.detect.calibrate.candidates import Candidate, candidates_of, price_of
+from steadyrun.detect.calibrate.following import costs_for, is_marked, not_too_short
 from steadyrun.detect.calibrate.passes import RunPasses
-from steadyrun.detect.calibrate.rule import MIN_EVENTS, MIN_UNMARKED_EVENTS
+from steadyrun.detect.calibrate.rule import MIN_EVENTS
 from steadyrun.node.machine.events import Limits
 
-__all__ = ["LEAST_S", "ONCE_A_START", "Section", "Weight", "proposed", "sections_of", "weigh"]
+__all__ = ["Section", "Weight", "proposed", "sections_of", "weigh"]
 
-LEAST_S: Final = 1.0  # a shorter limit would gain nothing that counts
-ONCE_A_START: Final = frozenset({SETUP, TEARDOWN})  # hardly ever passed 16 times: they do not decide on the exit code
 _MULTIPLE: Final = "5 x longest"
 
 
@@ -74,18 +72,18 @@ class Weight:
 
 
 def sections_of(
-    statistics: Sequence[SectionStatistics], runs: Sequence[RunPasses], costs: Costs, is_marked: bool
+    statistics: Sequence[SectionStatistics], runs: Sequence[RunPasses], costs: Costs, is_of_logs: bool
 ) -> list[Section]:
-    """*is_marked*: the script says where it saves or evaluates; else steps hold such work, unseen among the first."""
+    """*is_of_logs*: each section is what its pattern says, and nothing else."""
     out = []
+    names = [s.key.section for s in statistics]
+    has_own_step = any(run.has_own_step for run in runs)
     for s in statistics:
         name = s.key.section
-        own = costs
-        if name in (STEP, OUT_OF_SECTION) and not is_marked:
-            own = replace(costs, min_events=MIN_UNMARKED_EVENTS)
+        own = costs_for(costs, is_of_logs or is_marked(name, names, has_own_step))
         remembered = {e.run for e in (*s.durations.largest, *s.first.largest) if e.run}
         given = {run.name for run in runs if any(p.section == name for p in run.passes)}
-        limit, doubled = _not_too_short(limits_of(s, own)), _not_too_short(limits_of(_doubled(s), own))
+        limit, doubled = not_too_short(limits_of(s, own)), not_too_short(limits_of(_doubled(s), own))
         out.append(Section(s, own, limit, doubled, len(remembered | given)))
     return out
 
@@ -96,12 +94,6 @@ def _doubled(s: SectionStatistics) -> SectionStatistics:
     return out
 
 
-def _not_too_short(limit: Limit) -> Limit:
-    hard_s = max(limit.hard_s, LEAST_S)
-    soft_s = min(max(limit.soft_s, LEAST_S), hard_s)
-    return replace(limit, hard_s=hard_s, soft_s=soft_s, first_s=max(limit.first_s, hard_s))
-
-
 def proposed(sections: Sequence[Section]) -> Limits:
     """Our hard limits, as the watchdog would have them from the file."""
     named = {s.name: s.limit.hard_s for s in sections}
@@ -110,7 +102,7 @@ def proposed(sections: Sequence[Section]) -> Limits:
 
 
 def _table(named: Mapping[str, float], first: Mapping[str, float]) -> Limits:
-    return Limits(sections=named, first=first, accepted=frozenset({*named, *first}))
+    return Limits(sections=named, first=first, accepted=frozenset({*named, *first}), calibrated=frozenset(named))
 
 
 def weigh(sections: Sequence[Section], runs: Sequence[RunPasses], current: Limits) -> dict[str, list[Weight]]:
@@ -171,7 +163,7 @@ def _rule(name: str, sections: Sequence[Section]) -> Rule | None:
     costs = {s.name: s.costs for s in sections}
 
     def calibrated(seen: SectionStatistics) -> tuple[float, float]:
-        limit = _not_too_short(limits_of(seen, costs.get(seen.key.section, Costs())))
+        limit = not_too_short(limits_of(seen, costs.get(seen.key.section, Costs())))
         return limit.hard_s, limit.first_s
 
     return calibrated
