@@ -13,10 +13,11 @@ its peers, who wait in it. What tells is each rank's own work. Its edges:
 - waits in collectives called from Python, FSDP2's and those of the script among them, are seen in ``Work.wait``.
 - sections ``checkpointing`` and ``evaluation`` are left out.
 
-Own work on a CPU is measured by the wall clock less run delay, less known waits (``ledger`` has the rule), and what was
-taken off for run delay is told apart as starved. Why, measured with 4 ranks on 2 loaded cores: by the wall clock alone
-own work of equal ranks differs by 13 %, less run delay by 3 %; a quota or a busy neighbour shows in the starved time,
-more work in own work; and CPU time alone would not see a rank that waits for its disk.
+Own work on a CPU is the thread's CPU time, and where the thread gave its core away of its own accord the wall clock
+less run delay, less known waits (``ledger`` has the rule). What it was kept from its core is told apart as starved.
+Why, measured with 4 ranks on 2 loaded cores: by the wall clock alone own work of equal ranks differs by 13 %, less run
+delay by 3 %; a quota or a busy neighbour shows in the starved time, more work in own work; and CPU time alone would not
+see a rank that waits for its disk.
 
 A step of which not everything was seen (a failed forward, a backward that did not end, a model called in a way that
 nobody sees) is told without own work rather than with a wrong one. Own work of models on a device is told from the
@@ -311,7 +312,7 @@ class Timing:
         self._is_grad_enabled = torch.is_grad_enabled
         self._engine = torch.autograd.Variable._execution_engine
         self._thread = get_ident()
-        self._ledger = Ledger(monotonic, thread_time, run_delay_clock())
+        self._ledger = Ledger(monotonic, thread_time, run_delay_clock(), rest_counter())
         self._began_s = self._ledger.at_s
         self._watch_waits()
         self._search()
@@ -496,6 +497,19 @@ def run_delay_clock() -> Callable[[], float]:
             return 0.0
 
     return delay
+
+
+def rest_counter() -> Callable[[], int] | None:
+    """How often the calling thread has given its core away of its own accord; None where nobody can tell. 1 us."""
+    try:
+        from resource import RUSAGE_THREAD, getrusage
+    except ImportError:
+        return None
+
+    def rests() -> int:
+        return getrusage(RUSAGE_THREAD).ru_nvcsw
+
+    return rests
 
 
 def frames_compiled() -> int:
