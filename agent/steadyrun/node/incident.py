@@ -313,6 +313,7 @@ class IncidentDesk:
             script=self._script,
             missing=tuple(missing),
         )
+        notes = self.scores.blame([(f, kind_of(f.cls)) for f in findings], incident.number, False)
         judgement = Judgement(tuple(findings), missing=tuple(missing), sentence=incident.reason)
         verdict = judgement.verdict(
             evidence,
@@ -322,10 +323,14 @@ class IncidentDesk:
             reason="training goes on",
             detected_at_unix_s=incident.detected_at_unix_s,
             detection_delay_s=round(incident.delay_s, 4),
-            details={"trigger": incident.trigger, "found_by": incident.reason, **details},
+            details={"trigger": incident.trigger, "found_by": incident.reason, "notes": notes, **details},
         )
         offset_s = self._clock.unix_s() - self._clock.now_s()
         return verdict, self._write(incident, verdict, evidence, judgement, {self._node: offset_s})
+
+    def leaves_out_slow(self, node: str) -> None:
+        """The job goes on without a node that is too slow."""
+        self.scores.exclude([node], FaultKind.SLOW, self._highest)
 
     def _judge(
         self,

@@ -18,7 +18,6 @@ from steadyrun.core.records import Finding
 from steadyrun.core.runfolder import RunFolder, list_runs
 from steadyrun.detect.faulttable import FaultKind
 from steadyrun.detect.nodescore import (
-    HORIZON_S,
     Machine,
     Mark,
     NodeScores,
@@ -55,8 +54,7 @@ class ScoreKeeper:
         self._clock = clock
         self._machines: dict[str, Machine] = {}
         now_unix_s = clock.unix_s()
-        earlier = _marks_beside(folder, now_unix_s)
-        self.scores = NodeScores(f"{run}@{now_unix_s:.0f}").with_marks(earlier, now_unix_s)
+        self.scores = NodeScores(f"{run}@{now_unix_s:.0f}").with_marks(_marks_beside(folder), now_unix_s)
 
     # -- with the other nodes ----------------------------------------------------------------------------------------
     def machine(self, node: str) -> list[str]:
@@ -148,16 +146,13 @@ class ScoreKeeper:
             temporary.replace(self._path)
 
 
-def _marks_beside(folder: RunFolder, now_unix_s: float) -> list[Mark]:
-    """Marks that runs in the same folder of runs have left within the horizon."""
+def _marks_beside(folder: RunFolder) -> list[Mark]:
+    """Marks that the newest runs in the same folder of runs have left."""
     try:
         runs = list_runs(folder.root.parent)
     except OSError:
         return []
     found: list[Mark] = []
     for root in [r for r in reversed(runs) if r != folder.root][:EARLIER_RUNS]:
-        path = RunFolder(root).node_scores
-        with contextlib.suppress(OSError):
-            if now_unix_s - path.stat().st_mtime < HORIZON_S:
-                found += read_marks(read_scores(path).get("marks"))
+        found += read_marks(read_scores(RunFolder(root).node_scores).get("marks"))
     return found

@@ -284,6 +284,8 @@ class Straggling:
         self._write("began", alarm, event.since_unix_s)
         if verdict is not None:
             self._record("incident", number=number, verdict=verdict)
+            for note in verdict.details["notes"]:
+                self._say(f"steadyrun: {note}")
 
     def _incident_of(self, turn: _Turn, event: PaceEvent) -> tuple[int | None, Verdict | None]:
         """Number of the alarm's incident, and the verdict where it is a new one; None where there is none."""
