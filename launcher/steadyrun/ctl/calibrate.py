@@ -6,7 +6,7 @@ import argparse
 import glob
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from steadyrun.core.sections import CHECKPOINTING, EVALUATION, STEP
 from steadyrun.ctl.calibration.drawing import limits_svg
 from steadyrun.ctl.calibration.history import Earlier, earlier_in, flags_of, is_written, timeouts_json, write_timeouts
 from steadyrun.ctl.calibration.patternlogs import LogReading, read_logs, with_checked_groups
-from steadyrun.ctl.calibration.replay import limit_s
+from steadyrun.ctl.calibration.replay import fired_in_force, limit_s
 from steadyrun.ctl.calibration.weighing import Section, Weight, sections_of, weigh
 from steadyrun.ctl.console import Column, Console, duration, plain
 from steadyrun.ctl.runs import NotFoundError, live_nodes, open_run
@@ -94,6 +94,40 @@ def register(commands: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Live:
+    """What the limits that the runs had set themselves did to one section.
+
+    Attributes:
+        soft_replayed, hard_replayed: passes in the journals that were beyond the limits of their time.
+        soft_alarms, hard_alarms: told of at the time; in_hangs: those of them that a stop for a hang followed, whose
+            passes never ended and so are none of those replayed.
+    """
+
+    soft_replayed: int
+    hard_replayed: int
+    soft_alarms: int
+    hard_alarms: int
+    in_hangs: int
+
+
+def _live(runs: Sequence[RunPasses]) -> dict[str, Live]:
+    soft, hard = fired_in_force(runs)
+    told = [run.alarms for run in runs]
+    names = {*soft, *hard, *(n for a in told for n in (*a.soft, *a.hard))}
+    in_force = {n for run in runs for p in run.passes if p.in_force is not None for n in (*p.in_force.soft,)}
+    return {
+        name: Live(
+            soft[name],
+            hard[name],
+            sum(a.soft[name] for a in told),
+            sum(a.hard[name] for a in told),
+            sum(a.in_hangs[name] for a in told),
+        )
+        for name in sorted(names | in_force)
+    }
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """All that is told of it."""
 
@@ -110,6 +144,7 @@ class Calibration:
     observed_s: float
     outside_share: float | None
     folder: RunFolder | None
+    live: Mapping[str, Live]
 
     @property
     def too_few(self) -> list[str]:
@@ -181,6 +216,7 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
         observed_s=sum(a.observed_s for run in mine for a in run.attempts),
         outside_share=outside_s / steps_s if steps_s else None,
         folder=folder,
+        live=_live(mine),
     )
 
 
@@ -203,11 +239,17 @@ def _read(args: argparse.Namespace) -> tuple[Earlier, list[RunPasses], RunFolder
             restarts, restarts_s = restarts + earlier.restarts, restarts_s + earlier.restarts * earlier.restart_s
     runs = [_read_run(f) for f in folders.values()]
     runs.sort(key=lambda run: (run.started_at_unix_s, run.name))
+    kept = _kept_beside(runs, folders.values(), history, notes)
+    if kept is not None:
+        history = history.merged(kept.history)
+        restarts, restarts_s = restarts + kept.restarts, restarts_s + kept.restarts * kept.restart_s
     again = [run.name for run in runs if run.name in history.runs]
     if again:
         notes.append(f"{len(again)} of the runs had been counted before, and were not again")
     unknown = [name for name in history.runs if name not in {run.name for run in runs}]
-    if unknown:
+    if unknown and kept is not None:
+        notes.append(f"{len(unknown)} earlier runs of the same command line count too, by what they have left behind")
+    elif unknown:
         notes.append(
             f"of {len(unknown)} earlier runs only statistics are known: what fired, and its cost, leaves them out"
         )
@@ -224,6 +266,23 @@ def _read(args: argparse.Namespace) -> tuple[Earlier, list[RunPasses], RunFolder
         )
     newest = max(folders.values(), key=lambda f: f.root.name, default=None)
     return Earlier(history, restarts, restarts_s / restarts if restarts else 0.0), runs, newest, notes
+
+
+def _kept_beside(
+    runs: Sequence[RunPasses], folders: Iterable[RunFolder], history: History, notes: list[str]
+) -> Earlier | None:
+    """What earlier runs of the newest one's command line have seen: its limits began with that."""
+    newest = {f.root.name: f for f in folders}.get(runs[-1].name) if runs and runs[-1].configuration else None
+    if newest is None:
+        return None
+    path = newest.calibration(runs[-1].configuration)
+    kept = earlier_in(path, is_strict=False)
+    if kept is None or set(kept.history.runs) <= {*history.runs, *(run.name for run in runs)}:
+        return None
+    if set(kept.history.runs) & set(history.runs):
+        notes.append(f"{path} is left out: some of its runs have been counted")
+        return None
+    return kept
 
 
 def _read_run(folder: RunFolder) -> RunPasses:
@@ -495,6 +554,13 @@ def _notes(c: Calibration, console: Console) -> list[str]:
         share = f"{c.outside_share:.1%} of the time between steps was outside of all sections"
         is_covered = all(s.name != OUT_OF_SECTION for s in c.sections)
         texts.insert(0, share + ("; the limit of step covers it" if is_covered else ""))
+    for name, n in c.live.items():
+        if n.soft_alarms or n.hard_alarms or n.soft_replayed or n.hard_replayed:
+            texts.append(
+                f"{plain(name)}: while the runs went on, their own limits asked for {n.soft_alarms} looks and acted "
+                f"{n.hard_alarms} times ({n.in_hangs} of these in hangs); by the journals {n.soft_replayed} and "
+                f"{n.hard_replayed} passes that ended were beyond them"
+            )
     stays = "stays, and acts only together with evidence"
     for name in c.never_seen:
         kept = _time(limit_s(Limits(), name))
@@ -539,7 +605,7 @@ def _to_json(c: Calibration, written: Path | None) -> dict[str, Any]:
         "hangs_per_day": c.costs.hangs_per_day,
         "hangs_seen": [h for run in c.runs for h in run.hangs],
         "outside_sections_share": c.outside_share,
-        "sections": [_section_json(s, c.weights[s.name]) for s in c.sections],
+        "sections": [_section_json(s, c.weights[s.name], c.live.get(s.name)) for s in c.sections],
         "never_seen": list(c.never_seen),
         "too_few": c.too_few,
         "notes": list(c.notes),
@@ -548,7 +614,7 @@ def _to_json(c: Calibration, written: Path | None) -> dict[str, Any]:
     }
 
 
-def _section_json(s: Section, weights: Sequence[Weight]) -> dict[str, Any]:
+def _section_json(s: Section, weights: Sequence[Weight], live: Live | None) -> dict[str, Any]:
     d, first = s.statistics.durations, s.statistics.first
     largest = d.largest[0] if d.largest else None
     return {
@@ -573,6 +639,7 @@ def _section_json(s: Section, weights: Sequence[Weight]) -> dict[str, Any]:
         "too_few": s.has_too_few,
         "needed": s.costs.min_events,
         "if_doubled": {"soft_s": s.doubled.soft_s, "hard_s": s.doubled.hard_s},
+        "live": live,
         "rules": [
             {
                 "rule": w.candidate.name,

@@ -170,7 +170,8 @@ def _integer(value: Any) -> int:
 def live_nodes(run: RunFolder) -> list[LiveNode]:
     """One entry per node that keeps its state in this folder; a file being replaced or foreign is left out."""
     out: list[LiveNode] = []
-    for path in sorted(run.state.glob("*.json")) if run.state.is_dir() else ():
+    paths = sorted(run.state.glob("*.json")) if run.state.is_dir() else ()
+    for path in (p for p in paths if p != run.section_statistics):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
