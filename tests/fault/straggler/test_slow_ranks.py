@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from jobs import JobStarter
-from slowruns import LEARNED, NOTICED, Leg, Plan, SlowRun, cpu_cgroup
+from slowruns import LEARNED, NOTICED, RANKS, Leg, Plan, SlowRun, cpu_cgroup
 
 DEADLINE_S = 1500.0  # of the test that is first to ask for a plan
 EARLY, LATE = 40, 40  # steps by which the beginning that is told may be off
@@ -158,19 +158,23 @@ def test_nobody_is_accused_at_other_times(runs: Runs, plan: Plan) -> None:
 def test_the_job_goes_on(runs: Runs, plan: Plan) -> None:
     run = runs.of(plan)
     assert run.exit_code == 0, run.story()
-    assert len(run.job.events("start")) == len(run.job.events("done")) == 4, run.story()
+    assert len(run.job.events("start")) == len(run.job.events("done")) == RANKS, run.story()
 
 
+@pytest.mark.slow
 def test_peers_wait_longer_while_one_is_slow(runs: Runs) -> None:
-    """What makes their backward passes look longer, and would accuse them: it must be there, or nothing is shown."""
-    (leg,) = SAMPLE.legs
-    run = runs.of(SAMPLE)
+    """What makes their backward passes look longer, and would accuse them: it must be there, or nothing is shown.
+
+    Seen where each rank has a core for itself: elsewhere who waits is also a matter of who gets a core when.
+    """
+    run = runs.of(STARVING)
     heat = run.report["heat"]
-    begin = SAMPLE.begins(leg)
-    rows = [w for s, w in zip(heat["first_steps"], heat["wait_s"], strict=True) if begin < s <= begin + NOTICED]
-    waits = [sum(row[rank] for row in rows) for rank in range(4)]
-    assert len(rows) >= 5, "the journal may keep every eighth step"
-    assert min(w for r, w in enumerate(waits) if r != leg.rank) > waits[leg.rank], waits
+    for leg in STARVING.legs:
+        begin = STARVING.begins(leg)
+        rows = [w for s, w in zip(heat["first_steps"], heat["wait_s"], strict=True) if begin < s <= begin + NOTICED]
+        waits = [sum(row[rank] for row in rows) for rank in range(RANKS)]
+        assert len(rows) >= 5, "the journal may keep every eighth step"
+        assert min(w for r, w in enumerate(waits) if r != leg.rank) > 1.3 * waits[leg.rank], waits
 
 
 # -- healthy jobs ------------------------------------------------------------------------------------------------------
