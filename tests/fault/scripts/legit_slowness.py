@@ -1,0 +1,137 @@
+"""A DDP job of two ranks that is slow now and then for good reasons, and at last hangs.
+
+Arguments: steps before the first trial, the trials' kinds with commas between them, and ``hang`` or ``end``. In a trial
+one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limit that the agent has
+told by then.
+"""
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from steadyrun import watch
+
+RANK = int(os.environ["RANK"])
+EVENTS = Path(os.environ["EVENTS"])
+RUNS = Path(os.environ["RUNS"])
+APART = 12  # steps between two trials
+PACE_S = 0.02
+
+
+def tell(kind, **fields):
+    record = {"kind": kind, "rank": RANK, "attempt": 0, "pid": os.getpid(), "at_s": time.monotonic(), **fields}
+    with open(EVENTS / f"rank_{RANK}.jsonl", "a") as f:
+        f.write(json.dumps(record) + "\n")
+
+
+def soft_limit_s(section):
+    """What the agent says of it now."""
+    told = [json.loads(p.read_text()) for p in (RUNS / "latest" / "live").glob("*.json")]
+    return max((t["limits"]["soft"].get(section, 0.0) for t in told if "limits" in t), default=0.0)
+
+
+class Batches(Dataset):
+    stall_s = 0.0
+
+    def __len__(self):
+        return 1 << 30
+
+    def __getitem__(self, index):
+        stall_s, self.stall_s = self.stall_s, 0.0
+        time.sleep(stall_s)
+        return torch.randn(8)
+
+
+class SlowDisk:
+    """A file whose writes take their time."""
+
+    def __init__(self, stall_s):
+        self.stall_s = stall_s
+
+    def write(self, data):
+        stall_s, self.stall_s = self.stall_s, 0.0
+        time.sleep(stall_s)
+        return len(data)
+
+    def flush(self):
+        pass
+
+
+def slow_compiler(stall_s):
+    def compiler(graph, inputs):
+        time.sleep(stall_s)
+        return graph.forward
+
+    return compiler
+
+
+def evaluate(model, seconds):
+    end_s = time.monotonic() + seconds
+    with torch.no_grad():
+        while time.monotonic() < end_s:
+            model(torch.randn(16, 8)).sum().item()
+
+
+def main():
+    before, trials, ending = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
+    tell("start")
+    dist.init_process_group("gloo")
+    net = nn.Linear(8, 8)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.compile(lambda x: x + 1, backend=slow_compiler(0.0))(torch.ones(1))  # the import of the compiler
+    data = Batches()
+    source = iter(DataLoader(data, batch_size=4, num_workers=0))
+    times_s = []
+    began_s = time.monotonic()
+    steps = before + APART * len(trials) + APART // 2
+    for step in range(steps):
+        trial, place = divmod(step - before, APART)
+        kind = trials[trial] if 0 <= trial < len(trials) and place == 0 else ""
+        is_beyond, kind = kind.endswith("+"), kind.rstrip("+")
+        culprit = RANK == trial % 2
+        stall_s = 0.0
+        if kind:
+            section = {"checkpoint": "checkpointing", "evaluation": "evaluation"}.get(kind, "step")
+            soft_s = soft_limit_s(section)
+            stall_s = max(10 * statistics.median(times_s), soft_s + 1.0 if is_beyond else 0.0)
+            tell("trial", what=kind, seconds=stall_s, culprit=culprit, soft_s=soft_s, is_beyond=is_beyond)
+        stall_s *= culprit
+        if kind == "loader":
+            data.stall_s = stall_s
+        batch = next(source)
+        if kind == "recompilation" and culprit:
+            torch.compile(lambda x, k=float(step): x * k, backend=slow_compiler(stall_s))(batch)
+        time.sleep(PACE_S)
+        if step == steps - 1 and ending == "hang" and RANK == 1:
+            tell("hangs", soft_s=soft_limit_s("step"))
+            threading.Event().wait()
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == 3 or kind == "checkpoint":
+            with watch.section("checkpointing"):
+                torch.save(net.state_dict(), SlowDisk(stall_s if kind == "checkpoint" else 0.002))
+        if step % 4 == 1 or kind == "evaluation":
+            with watch.section("evaluation"):
+                evaluate(net, stall_s if kind == "evaluation" and culprit else 0.004)
+        now_s = time.monotonic()
+        times_s.append(now_s - began_s)
+        began_s = now_s
+        tell("step", step=step)
+    tell("done")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Limits that a run has set itself: what is slow for good reasons is left alone, a hang is acted on at the soft limit.
+
+One job does steps until its limits are calibrated, then suffers trial after trial in which something legitimate takes
+longer than its soft limit, and hangs at last.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from jobs import Job, JobStarter
+
+from steadyrun.ctl.main import main
+
+BEFORE = 240  # steps; some seconds, in which limits come down to a few seconds
+# Each is ten times as long as a step; with ``+`` longer than the soft limit. Limits rise by far with one of those, also
+# that of the step, in which the other rank waits. So a hang comes after none, or it would be waited for for minutes.
+BEFORE_HANG = "loader,recompilation,evaluation,checkpoint"
+SLOW_SECTIONS = "checkpoint+,evaluation+,recompilation,loader"
+SLOW_LOADER = "loader+,checkpoint+,evaluation+,recompilation"
+SLOW_COMPILER = "recompilation+,evaluation+,checkpoint+,loader"
+WITHIN_S = 1.0  # after the soft limit
+
+
+class Tried:
+    """A finished job."""
+
+    def __init__(self, start: JobStarter, trials: str, ending: str) -> None:
+        self.trials = trials.split(",")
+        runs = start.base / f"runs{len(start.jobs)}"
+        options = ["--standalone", "--nproc-per-node=2", "--max-restarts=0", "--ft-standby=off"]
+        self.job: Job = start(
+            "legit_slowness.py", options, [BEFORE, trials, ending], run_dir=runs, env={"RUNS": str(runs)}
+        )
+        self.exit_code = self.job.wait(150)
+
+    def calibrated(self) -> dict[str, Any]:
+        out, err = io.StringIO(), io.StringIO()
+        assert self.job.folder is not None
+        argv = ["calibrate-timeouts", "--dry-run", "--json", str(self.job.folder)]
+        assert main(argv, out, err, {}, 100) in (0, 3), err.getvalue()
+        found: dict[str, Any] = json.loads(out.getvalue())
+        return found
+
+
+def check_trials(tried: Tried) -> None:
+    """All took place, were looked at where they took longer than the soft limit, and had no consequence."""
+    job = tried.job
+    told = job.events("trial", culprit=True)
+    assert [t["what"] + "+" * t["is_beyond"] for t in told] == tried.trials, job.story()
+    alarms = job.journal("alarm", stage="soft")
+    for trial in told:
+        assert trial["soft_s"] > 0, f"no soft limit in trial {trial}\n{job.story()}"
+        during = [a for a in alarms if trial["at_s"] < a["at_s"] < trial["at_s"] + trial["seconds"] + 0.5]
+        assert bool(during) or not trial["is_beyond"], f"nobody was looked at in trial {trial}\n{job.story()}"
+    stopped = job.journal("stop")
+    assert all(s["at_s"] > told[-1]["at_s"] + told[-1]["seconds"] for s in stopped), job.story()
+
+
+def check_hang(tried: Tried) -> None:
+    """Acted on by evidence, within a second of the soft limit that was in force."""
+    job = tried.job
+    (hung,) = job.events("hangs")
+    (stop,) = job.journal("stop")
+    guilty = [r for r in job.journal("suspicion") if r["suspicion"]["is_soft"]]
+    assert guilty, job.story()
+    suspicion = guilty[0]["suspicion"]
+    assert suspicion["rank"] == 1
+    assert suspicion["limit_s"] <= hung["soft_s"] * 1.5
+    late_s = stop["at_s"] - suspicion["since_s"] - suspicion["limit_s"]
+    assert 0 <= late_s <= WITHIN_S, f"{late_s:.2f} s\n{job.story()}"
+    assert job.incidents()[0].cls == "host_stall", job.story()
+    assert job.incidents()[0].ranks == [1]
+    assert tried.exit_code != 0
+
+
+@pytest.fixture(scope="module")
+def hung(start_for_module: JobStarter) -> Tried:
+    return Tried(start_for_module, BEFORE_HANG, "hang")
+
+
+@pytest.fixture(scope="module")
+def slow(start_for_module: JobStarter) -> Tried:
+    return Tried(start_for_module, SLOW_SECTIONS, "end")
+
+
+def test_a_hang_is_acted_on_within_a_second_of_the_soft_limit(hung: Tried) -> None:
+    check_trials(hung)
+    check_hang(hung)
+
+
+def test_legitimate_slowness_beyond_the_soft_limit_is_left_alone(slow: Tried) -> None:
+    check_trials(slow)
+    assert slow.exit_code == 0, slow.job.story()
+    assert not slow.job.incidents()
+
+
+@pytest.mark.parametrize("which", ["hung", "slow"])
+def test_a_dry_run_counts_the_alarms_that_were_told(which: str, request: pytest.FixtureRequest) -> None:
+    """What was looked at live is what the journal's passes say against the limits that were in force."""
+    tried: Tried = request.getfixturevalue(which)
+    live = {s["section"]: s["live"] for s in tried.calibrated()["sections"] if s["live"] is not None}
+    told = Counter(a["key"] for a in tried.job.journal("alarm", stage="soft"))
+    assert {name: n["soft_alarms"] for name, n in live.items() if n["soft_alarms"]} == dict(told)
+    for name, n in live.items():
+        assert n["soft_replayed"] == n["soft_alarms"] - n["in_hangs"], (name, n, tried.job.story())
+        assert n["hard_replayed"] == n["hard_alarms"] == 0
+    assert live["step"]["in_hangs"] == (which == "hung")
+    if which == "slow":
+        assert {"checkpointing", "evaluation"} <= told.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(13))
+def test_fifty_trials_kill_nothing(start: JobStarter, number: int) -> None:
+    """52, in 13 jobs; every third ends in a hang that is found all the same."""
+    trials = (SLOW_LOADER, SLOW_COMPILER, BEFORE_HANG)[number % 3]
+    tried = Tried(start, trials, "hang" if trials == BEFORE_HANG else "end")
+    check_trials(tried)
+    if trials == BEFORE_HANG:
+        check_hang(tried)
+    else:
+        assert tried.exit_code == 0, tried.job.story()
