@@ -526,7 +526,8 @@ class Settings:
     timeouts: str = _option(
         Text("auto|FILE|off", required=True),
         "auto",
-        "auto: the limits below; FILE: calibrated limits (JSON), which act alone; off: no limit acts or warns.",
+        "auto: the limits below, until enough was seen to calibrate them; FILE: calibrated limits (JSON), as they are; "
+        "off: no limit acts or warns.",
         _LIMITS,
     )
     section_timeouts: Mapping[str, float] = _option(

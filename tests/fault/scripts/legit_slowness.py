@@ -99,7 +99,7 @@ def main():
         trial, place = divmod(step - before, APART)
         kind = trials[trial] if 0 <= trial < len(trials) and place == 0 else ""
         is_beyond, kind = kind.endswith("+"), kind.rstrip("+")
-        culprit = RANK == trial % 2
+        culprit = trial % 2 == RANK
         stall_s = 0.0
         if kind:
             section = {"checkpoint": "checkpointing", "evaluation": "evaluation"}.get(kind, "step")
