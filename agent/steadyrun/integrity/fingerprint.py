@@ -190,7 +190,7 @@ class Hasher:
         return result
 
     def leaf_bytes(self, tensor: torch.Tensor, leaf: int) -> bytes:
-        """The bytes that leaf number *leaf* sums up; waits for the device; raises as ``fingerprint``, and IndexError."""
+        """The bytes of leaf number *leaf*; waits for the device; raises as ``fingerprint``, and IndexError."""
         local = _plain(tensor)
         size_bytes = local.numel() * local.element_size()
         first = 0
@@ -210,7 +210,8 @@ class Hasher:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             yield from self._staged(_runs(tensor, _RUN_BYTES // tensor.element_size()))
             return
-        data = tensor.reshape(-1).view(torch.uint8)
+        # Not reshape: one element may have any stride and still count as contiguous.
+        data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         if data.storage_offset() % 4:
             yield from self._staged(_cut(data, _RUN_BYTES))
             return
@@ -362,8 +363,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(to: torch.Tensor, run: torch.Tensor) -> None:
-    """As ``to.copy_(run)``; where each element of a row lies in another page, a few columns at a time: torch walks along
-    the rows of the target, and would come back to a cache line only after the whole row (up to 3 times slower)."""
+    """As ``to.copy_(run)``; where each element of a row lies in another page, a few columns at a time: torch walks
+    along the rows of the target, and comes back to a cache line only after the whole row (up to 3 times slower)."""
     if run.dim() > 1 and run.stride(-1) > 1 and run.shape[-1] > _COLUMNS and run.device.type == "cpu":
         for at in range(0, run.shape[-1], _COLUMNS):
             to[..., at : at + _COLUMNS].copy_(run[..., at : at + _COLUMNS])

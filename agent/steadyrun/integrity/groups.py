@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Comparison", "Kind", "World", "plan"]
 
@@ -266,7 +266,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 def _has_bytes(value: torch.Tensor) -> bool:
     """Whether there is something to hash: an uneven shard may be empty, a lazy parameter may not exist yet."""
     local = getattr(value, "_local_tensor", value)
-    if isinstance(local, UninitializedTensorMixin) or hasattr(local, "__tensor_flatten__"):
+    if is_lazy(local) or hasattr(local, "__tensor_flatten__"):
         return False
     return (
         local.layout is torch.strided and not local.is_quantized and local.device.type != "meta" and local.numel() > 0
