@@ -1,6 +1,6 @@
 """A DDP job of two ranks that is slow now and then for good reasons, and at last hangs.
 
-Arguments: steps before the first trial, the trials' kinds with commas between them, and ``hang`` or ``end``. In a trial
+Arguments: steps before the first trial, the trials' kinds with commas between them, or none, and ``hang`` or ``end``. In a trial
 one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limit that the agent has
 told by then.
 """
@@ -83,13 +83,14 @@ def evaluate(model, seconds):
 
 
 def main():
-    before, trials, ending = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
+    before, trials, ending = int(sys.argv[1]), list(filter(None, sys.argv[2].split(","))), sys.argv[3]
     tell("start")
     dist.init_process_group("gloo")
     net = nn.Linear(8, 8)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.compile(lambda x: x + 1, backend=slow_compiler(0.0))(torch.ones(1))  # the import of the compiler
+    if any(kind.startswith("recompilation") for kind in trials):
+        torch.compile(lambda x: x + 1, backend=slow_compiler(0.0))(torch.ones(1))  # the import takes seconds
     data = Batches()
     source = iter(DataLoader(data, batch_size=4, num_workers=0))
     times_s = []

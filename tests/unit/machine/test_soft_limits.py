@@ -108,7 +108,7 @@ def guilty(j: Judgement) -> list[int]:
 
 
 def test_a_rank_that_stands_still_while_the_others_wait_shows_a_hang() -> None:
-    j = judged([waits(0), probe(1)])
+    j = judged([waits(0), probe(1, cpu_share=0.03)])  # of threads that look after the process
     assert guilty(j) == [1]
     assert j.spared == {0: "waits for other ranks"}
 
@@ -129,8 +129,8 @@ def test_a_dead_or_stopped_rank_shows_a_hang_whatever_the_others_do(state: str) 
         ({"state": "D"}, "storage"),
         ({"state": "t"}, "debugger"),
         ({"io_moved": True}, "reads or writes"),
-        ({"children_cpu_share": 0.1}, "child processes"),
-        ({"cpu_share": 0.1}, "computes"),
+        ({"children_cpu_share": 0.15}, "child processes"),
+        ({"cpu_share": 0.15}, "computes"),
     ],
 )
 def test_what_a_healthy_rank_may_do_shows_nothing(facts: dict[str, object], why: str) -> None:

@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 IDLE_CPU_SHARE: Final = 0.02  # below: the process does nothing
+STILL_CPU_SHARE: Final = 0.1  # below, with an unchanged stack: nothing but threads that look after the process
 BUSY_CPU_SHARE: Final = 0.5  # above: the process computes
 BUSY_CHILDREN_SHARE: Final = 0.2  # above: descendants work for it
 
@@ -440,9 +441,9 @@ def _healthy(p: ProbeResult | None, section: str | None) -> str | None:
         return "waits for storage"
     if p.io_moved:
         return "reads or writes"
-    if p.children_cpu_share > IDLE_CPU_SHARE:
+    if p.children_cpu_share > STILL_CPU_SHARE:
         return "waits for its own child processes, which work"
-    return "computes" if p.cpu_share > IDLE_CPU_SHARE else None
+    return "computes" if p.cpu_share > STILL_CPU_SHARE else None
 
 
 WAITS: Final = "waits"
