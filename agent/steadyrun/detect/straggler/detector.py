@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from steadyrun.core.timing import TAG_CHECKPOINT, TAG_COMPILE, TAG_DEVICE, TAG_EVALUATION, TAG_FIRST, Role
 from steadyrun.detect.straggler.chart import Chart
 from steadyrun.detect.straggler.config import StragglerConfig
-from steadyrun.detect.straggler.phases import Explanation, History, explain
+from steadyrun.detect.straggler.phases import Explanation, History, explain, onset
 from steadyrun.detect.straggler.records import Alarm, AlarmKind, Cause, Floats, StepDetails, StepFrame
 
 __all__ = ["Detector"]
@@ -106,6 +106,7 @@ class Detector:
         self._burst_lost_s = np.zeros(world_size)
         self._was_burst = np.zeros(world_size, np.bool_)
         self._is_device = False
+        self._has_work = False  # times are then not comparable as they are
         self.elapsed_s = 0.0
         self.steps = 0
         self.last_step = -1
@@ -175,6 +176,7 @@ class Detector:
         values = np.concatenate([logs, [np.nan]])
         amount = None
         if work is not None:
+            self._has_work = True
             amount = np.full(self.world_size + 1, np.nan)
             work = np.asarray(work, dtype=np.float64)
             np.log(work, out=amount[:-1], where=work > 0)
@@ -319,10 +321,15 @@ class Detector:
             return self._open[key].alarm
         chart, row, column = self._place[rank]
         residual = float(chart.mean_excess[row, column])
-        chart.level[row, column] = residual + (0.0 if chart.is_alone else chart.bias[row, column])
-        first = int(chart.first_step[row, column])
+        first, steps = int(chart.first_step[row, column]), float(chart.steps[row, column])
         peers = [int(r) for r in chart.members[row] if r >= 0 and int(r) != rank]
         calm = [r for r in peers if self._share_of_evidence(r) < ABOUT_TO]
+        if not chart.is_alone and not self._has_work:
+            bias, scale = float(chart.bias[row, column]), float(chart.scale[row, 0])
+            found_onset = onset(self._history, rank, (calm or peers)[:PEERS_EXPLAINED], first, bias, scale)
+            if found_onset is not None:
+                first, steps, residual = found_onset
+        chart.level[row, column] = residual + (0.0 if chart.is_alone else chart.bias[row, column])
         found = self._explain(rank, [] if chart.is_alone else calm or peers, first)
         alarm = Alarm(
             kind=AlarmKind.RANK,
@@ -330,7 +337,7 @@ class Detector:
             step=step,
             first_step=first,
             slowdown=math.expm1(residual),
-            z=residual / float(chart.scale[row, 0]) * math.sqrt(float(chart.steps[row, column])),
+            z=residual / float(chart.scale[row, 0]) * math.sqrt(steps),
             role=self._names[rank],
             node=self._node_of.get(rank),
             peers=0 if chart.is_alone else len(peers),

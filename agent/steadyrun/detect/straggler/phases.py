@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from steadyrun.detect.straggler.records import PHASES, Cause, Floats, StepDetails
 
-__all__ = ["Explanation", "History", "explain"]
+__all__ = ["Explanation", "History", "explain", "onset"]
 
 COLUMNS: Final = ("busy", "cpu", *PHASES)
 KEPT: Final = 128  # steps of the ring
 NEWEST: Final = 64  # of these at most count on each side of the beginning
 ENOUGH_BEFORE: Final = 5
+ENOUGH_AT_END: Final = 15
+BEYOND: Final = 3.0  # scales, or typical sizes
 MATTERS: Final = 0.05  # share of a step from which a phase must have grown for everything to have grown
 IN_PROPORTION: Final = 0.4  # of the whole slowdown
 MOST: Final = 0.5  # of the extra time in one phase makes it that phase's
@@ -61,6 +63,18 @@ class History:
         since = order[steps >= first_step][-NEWEST:]
         at = np.asarray(ranks, dtype=np.intp)
         return self._rows[before][:, :, at], self._rows[since][:, :, at]
+
+    @property
+    def oldest_step(self) -> int:
+        """The first step that is still kept; -1 with none."""
+        kept = self._steps[self._steps >= 0]
+        return int(kept.min()) if len(kept) else -1
+
+    def busy_since(self, first_step: int, ranks: Sequence[int]) -> tuple[NDArray[np.int64], Floats]:
+        """Steps from *first_step* on, in order, and own work in them, [steps, ranks]."""
+        order = np.roll(np.arange(KEPT), -self._next)
+        order = order[self._steps[order] >= max(first_step, 0)]
+        return self._steps[order], self._rows[order, 0][:, np.asarray(ranks, dtype=np.intp)]
 
     def scatters(self, ranks: Sequence[int]) -> tuple[float, float]:
         """Typical deviation from peers of own work and of CPU time, as shares; NaN where unknown."""
@@ -111,6 +125,34 @@ def explain(history: History, rank: int, peers: Sequence[int], first_step: int, 
     if ran is None:
         return Explanation(top, shares, Cause.UNKNOWN)
     return Explanation(top, shares, Cause.WORKING if ran >= RAN else Cause.WAITING)
+
+
+def onset(
+    history: History, rank: int, peers: Sequence[int], first_step: int, bias: float, scale: float
+) -> tuple[int, float, float] | None:
+    """When *rank* became slow, not before *first_step*: (step, how many since, mean of its logarithm over its peers').
+
+    A cumulative sum says when it was last zero, which noise may have moved it away from long before the fault. Of all
+    steps since, the likeliest is the one from which the sum of what it takes longer is largest for its length.
+
+    Returns:
+        None where too few of these steps are kept, or not all.
+    """
+    steps, busy = history.busy_since(first_step, [rank, *peers])
+    known = (busy > 0).all(axis=1)
+    steps, busy = steps[known], busy[known]
+    if len(steps) < ENOUGH_BEFORE or not peers or history.oldest_step > first_step:
+        return None
+    logs = np.log(busy.astype(np.float64))
+    over = logs[:, 0] - np.median(logs[:, 1:], axis=1) - bias
+    # Single steps that are longer by much more say nothing of when it began.
+    limit = BEYOND * max(scale, float(np.median(over[-ENOUGH_AT_END:])))
+    over = np.clip(over, -limit, limit)
+    counts = np.arange(len(over), 0, -1)
+    sums = np.cumsum(over[::-1])[::-1]
+    likely = np.where(counts >= ENOUGH_BEFORE, np.maximum(sums, 0.0) ** 2 / counts, -1.0)
+    at = int(np.argmax(likely))
+    return int(steps[at]), float(counts[at]), float(sums[at] / counts[at])
 
 
 def _over_peers(rows: Floats) -> Floats:
