@@ -347,3 +347,15 @@ def test_observe_mode_waits_for_failed_processes_under_new_limits_too(driver: Ca
     d = driver(CALIBRATED, mode=Mode.OBSERVE).joined()
     d.at(1.0, ev.LimitsMade(replace(CALIBRATED, soft={})))
     assert d.machine.limits == replace(CALIBRATED, soft={}, raised_s=inf)
+
+
+def test_a_pass_that_was_looked_at_is_no_new_one_when_limits_change(driver: Callable[..., Any]) -> None:
+    d = late_job(driver)
+    d.read(104.0)
+    d.at(104.41, ev.ProbesDone((waits(0), probe(1, doing="input"))))
+    shorter = replace(CALIBRATED, soft={**CALIBRATED.soft, "step": 3.9})
+    d.at(104.5, ev.LimitsMade(shorter))
+    assert d.machine.limits == shorter
+    d.read(104.6)
+    assert d.out == []
+    assert d.machine.next_deadline_s() == pytest.approx(106.41)

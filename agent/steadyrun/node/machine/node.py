@@ -511,10 +511,10 @@ class NodeMachine:
         self.limits, self._coming_limits, self._watched_now, self._due_s = new, None, None, None
 
     def _judged_from_s(self, w: Watched) -> float:
-        return max(w.looks_from_s if w.is_soft else w.due_s, self._now.holds.get(w.suspicion, -inf))
+        return max(w.looks_from_s if w.is_soft else w.due_s, self._now.holds.get(_pass_of(w), -inf))
 
     def _is_alarmed(self, w: Watched) -> bool:
-        return w.suspicion in self._now.alarmed.get(w.key, ())
+        return _pass_of(w) in self._now.alarmed.get(w.key, ())
 
     def _next_judgement_s(self) -> float:
         a = self._now
@@ -562,7 +562,7 @@ class NodeMachine:
         if a.cause is not None or now_s < a.judge_from_s:
             return
         watched = self._watched()
-        known = {w.suspicion for w in watched}
+        known = {_pass_of(w) for w in watched}
         for gone in [s for s in a.holds if s not in known]:
             del a.holds[gone]
         a.reported = {r: mark for r, mark in a.reported.items() if a.ranks[r].is_alive and a.watches[r].mark() == mark}
@@ -605,21 +605,22 @@ class NodeMachine:
     def _tell_alarms(self, watched: list[Watched], now_s: float, out: list[Command]) -> None:
         """Of soft limits that have passed, once per pass of the job's: the ranks are late in it one after the other."""
         alarmed = self._now.alarmed
-        late: dict[str, list[Suspicion]] = {}
+        late: dict[str, list[Watched]] = {}
         for w in watched:
             if w.is_soft and w.due_s <= now_s:
-                late.setdefault(w.key, []).append(w.suspicion)
+                late.setdefault(w.key, []).append(w)
         for key in [k for k in alarmed if k not in late]:
             del alarmed[key]
-        for key, suspicions in late.items():
-            if alarmed.get(key, set()).isdisjoint(suspicions):
-                out.append(Alarm("soft", key, min(suspicions, key=lambda s: s.since_s)))
-            alarmed[key] = set(suspicions)
+        for key, found in late.items():
+            passes = {_pass_of(w) for w in found}
+            if alarmed.get(key, set()).isdisjoint(passes):
+                out.append(Alarm("soft", key, min((w.suspicion for w in found), key=lambda s: s.since_s)))
+            alarmed[key] = passes
 
     def _look_softly(self, soft: list[Watched], now_s: float, out: list[Command]) -> None:
         """Begin the look at all ranks that is to end a moment after the soft limit has passed."""
         a = self._now
-        for gone in a.soft_looks.keys() - {w.suspicion for w in soft}:
+        for gone in a.soft_looks.keys() - {_pass_of(w) for w in soft}:
             del a.soft_looks[gone]
         due = [w for w in soft if self._judged_from_s(w) <= now_s]
         if not due:
@@ -639,7 +640,7 @@ class NodeMachine:
         asked = [w for w in soft if self._judged_from_s(w) <= now_s]
         for w in asked:
             if w.due_s > now_s:  # the look was cut short: it has to be taken again
-                a.holds[w.suspicion] = w.due_s
+                a.holds[_pass_of(w)] = w.due_s
         late = [w for w in asked if w.due_s <= now_s]
         if not late:
             return
@@ -650,9 +651,9 @@ class NodeMachine:
             self._act(verdict.guilty, late, now_s, out, probe.results)
             return
         for w in late:
-            s, times = w.suspicion, a.soft_looks.get(w.suspicion, 0)
-            a.soft_looks[s] = times + 1
-            a.holds[s] = now_s + max(LOOK_AGAIN_LEAST_S, s.limit_s / 2) * 2**times
+            s, times = w.suspicion, a.soft_looks.get(_pass_of(w), 0)
+            a.soft_looks[_pass_of(w)] = times + 1
+            a.holds[_pass_of(w)] = now_s + max(LOOK_AGAIN_LEAST_S, s.limit_s / 2) * 2**times
             out.append(Alarm("spared", w.key, s, verdict.spared[s.rank]))
 
     def _use_probe(self, probe: _ProbeAsked, watched: list[Watched], now_s: float, out: list[Command]) -> None:
@@ -682,7 +683,7 @@ class NodeMachine:
         times = a.looks.get((s.rank, s.kind, s.section), 0)
         a.looks[s.rank, s.kind, s.section] = times + 1
         recheck_s = now_s + min(self.limits.recheck_s * 2**times, max(self.limits.recheck_s, RECHECK_MOST_S))
-        a.holds[s] = recheck_s if again_s is None else max(min(again_s, recheck_s), now_s + 1.0)
+        a.holds[_pass_of(w)] = recheck_s if again_s is None else max(min(again_s, recheck_s), now_s + 1.0)
         out.append(Suspect(s, f"{_said(s, now_s)}: {why}; left alone"))
 
     def _act(
@@ -1174,6 +1175,11 @@ class NodeMachine:
 
 def _acts_alone(w: Watched) -> bool:
     return w.suspicion.accepted and not w.ask_compiling
+
+
+def _pass_of(w: Watched) -> Suspicion:
+    """The same for one pass, though limits change while it goes on."""
+    return replace(w.suspicion, limit_s=0.0, accepted=False)
 
 
 def _evidence_of(s: Suspicion) -> str:
