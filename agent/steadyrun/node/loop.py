@@ -53,6 +53,7 @@ from steadyrun.node.ports import (
 from steadyrun.node.sampling import Sampler
 from steadyrun.node.saver import SaverKeeper
 from steadyrun.node.standby import StandbyPool
+from steadyrun.node.straggling import Replacement, Straggling
 from steadyrun.node.sweep import run_marker
 from steadyrun.node.tailer import LogTailer
 
@@ -90,6 +91,7 @@ class NodeSpec:
         configuration: what runs must share for their durations to be comparable.
         rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
         timing: ranks tell how long each step's own work took.
+        straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
     """
 
     run_id: str
@@ -112,6 +114,7 @@ class NodeSpec:
     configuration: str = ""
     rollback: Mapping[str, Any] | None = None
     timing: bool = True
+    straggler_action: str = "report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +275,10 @@ class NodeAgent:
             self._mailbox.post,
             PolicyLimits(max_restarts=spec.max_restarts, without_progress=spec.restart_budget),
         )
+        self._pace = Straggling(
+            spec.node, clock, self._desk, self._record, say, spec.straggler_action, self._replace_slow
+        )
+        self._has_replaced_slow = False
         self._guardian: Guardian | None = None
         self._saver: SaverKeeper | None = None
         self._channel: ControlChannel | None = None
@@ -405,6 +412,11 @@ class NodeAgent:
     def _record(self, type_: str, **fields: Any) -> None:
         self._journal.write(type_, self._clock.unix_s(), self._clock.now_s(), self._attempt, **fields)
 
+    def _on_saver_record(self, type_: str, **fields: Any) -> None:
+        self._record(type_, **fields)
+        if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
+            self._desk.saved(fields["step"])
+
     # -- commands ----------------------------------------------------------------------------------------------------
     def _do(self, commands: Sequence[ev.Command]) -> None:
         for command in commands:
@@ -412,11 +424,6 @@ class NodeAgent:
                 case ev.Join():
                     self._close_channel()
                     self._in_thread("join", self._join)
-    def _on_saver_record(self, type_: str, **fields: Any) -> None:
-        self._record(type_, **fields)
-        if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
-            self._desk.saved(fields["step"])
-
                 case ev.OpenStore(attempt=attempt):
                     self._open_store(attempt)
                 case ev.Spawn():
@@ -533,6 +540,10 @@ class NodeAgent:
         match message:
             case control.Agreed(attempt=attempt, state=state):
                 self._history = self._desk.unpack_history(state.get("history"), self._history)
+                for note in self._desk.scores.begin(state.get("scores"), state.get("machines")):
+                    self._record("node_score", note=note)
+                    if channel.is_leader:
+                        self._say(f"steadyrun: {note}")
                 self._attempt = attempt
                 self._open_store(attempt)
             case control.StoreTold(attempt=attempt, host=host, port=port):
@@ -540,10 +551,6 @@ class NodeAgent:
                 self._master = (host, port)
                 if self._machine.phase is ev.NodePhase.JOINING:
                     self._feed(self._joined(attempt))
-                for note in self._desk.scores.begin(state.get("scores"), state.get("machines")):
-                    self._record("node_score", note=note)
-                    if channel.is_leader:
-                        self._say(f"steadyrun: {note}")
                 else:
                     self._feed(ev.StoreReady(attempt))
             case control.StopTold(attempt=attempt, payload=payload):
@@ -564,6 +571,8 @@ class NodeAgent:
                 if len(self._calls) == channel.group_world_size:
                     ahead = 2 + math.ceil(self._call_rate_hz * STOP_CALL_MARGIN_S)
                     channel.tell_stop_at(max(self._calls.values()) + ahead)
+            case control.PaceTold():
+                self._pace.hear(message)
             case control.StopAtTold(call=call):
                 self._board.words[layout.H_STOP_AT_CALL] = call
                 self._record("stop_agreed", call=call)
@@ -585,7 +594,7 @@ class NodeAgent:
         channel.tell_calls(max((v.stop_calls for v in views), default=0))
 
     # -- incidents ---------------------------------------------------------------------------------------------------
-    def _publish_stop(self, command: ev.PublishStop) -> None:
+    def _publish_stop(self, command: ev.PublishStop, excluded: Sequence[int] = ()) -> None:
         if self._channel is None:
             return
         payload = {
@@ -597,6 +606,7 @@ class NodeAgent:
             "detected_at_unix_s": self._clock.unix_s(),
             "delay_s": self._clock.now_s() - command.since_s if command.since_s is not None else 0.0,
             "past_limit_s": self._clock.now_s() - command.due_s if command.due_s is not None else None,
+            "excluded": list(excluded),
         }
         self._channel.tell_stop(command.attempt, payload)
 
@@ -605,6 +615,28 @@ class NodeAgent:
         if self._channel is not None and self._machine.phase is ev.NodePhase.RUNNING:
             self._say(f"steadyrun: {why}: ranks are restarted")
             self._publish_stop(ev.PublishStop(self._attempt, why, "rollback", None, None))
+
+    def _replace_slow(self, wanted: Replacement) -> None:
+        """A restart pays: without the slow node where the job can do without it, else in place, once."""
+        if wanted.attempt != self._attempt or self._machine.phase is not ev.NodePhase.RUNNING:
+            return
+        if self._spec.mode is Mode.OBSERVE:
+            self._say(f"steadyrun: {wanted.reason}; a restart would pay (mode observe: nothing is done)")
+            return
+        excluded: tuple[int, ...] = ()
+        spares = self._rendezvous.spares()
+        if wanted.group_rank is not None and spares > 0 and not wanted.hosts_store:
+            excluded, how = (wanted.group_rank,), f"restarting without node {wanted.node}, as others can take its place"
+            self._desk.leaves_out_slow(wanted.node)
+        elif self._has_replaced_slow:
+            self._say(f"steadyrun: {wanted.reason}; there is no spare node, and a restart in place has been tried")
+            return
+        else:
+            self._has_replaced_slow = True
+            why = f"{wanted.node} hosts the rendezvous" if wanted.hosts_store and spares > 0 else "no spare is there"
+            how = f"{why}: restarting in place, once"
+        self._say(f"steadyrun: {wanted.reason}; {how}")
+        self._publish_stop(ev.PublishStop(wanted.attempt, wanted.reason, "straggler", None, None), excluded)
 
     def _on_stop(self, channel: ControlChannel, attempt: int, payload: Mapping[str, Any]) -> None:
         if attempt < self._attempt:
@@ -621,8 +653,15 @@ class NodeAgent:
                     self._incident, channel.group_world_size, self._clock.now_s() + self._spec.limits.gather_s + 5.0
                 )
         elif channel.is_leader:
-            rejoin = trigger == "membership"
-            decision = ev.Decision(attempt, Action.RESTART, attempt + 1, str(payload.get("reason", "")), rejoin=rejoin)
+            excluded = tuple(int(g) for g in payload.get("excluded") or ())
+            decision = ev.Decision(
+                attempt,
+                Action.RESTART_WITHOUT_NODE if excluded else Action.RESTART,
+                attempt + 1,
+                str(payload.get("reason", "")),
+                rejoin=trigger == "membership" or bool(excluded),
+                excluded_nodes=excluded,
+            )
             channel.tell_decision(attempt, self._pack_decision(decision))
         self._feed(ev.PeerStop(attempt, str(payload.get("reason", "")), int(payload.get("origin", 0)), trigger))
 
@@ -711,6 +750,7 @@ class NodeAgent:
             "exit_class": int(d.exit_class),
             "root_cause": d.root_cause,
             "history": self._desk.pack_history(self._history),
+            "scores": self._desk.scores.pack(),
         }
 
     def _on_decision(self, attempt: int, data: Mapping[str, Any]) -> None:
@@ -726,7 +766,10 @@ class NodeAgent:
             root_cause=data.get("root_cause"),
         )
         self._history = self._desk.unpack_history(data.get("history"), self._history)
+        self._desk.scores.adopt(data.get("scores"))
         self._floor = max(self._floor, decision.next_attempt)
+        if decision.action is not Action.REPORT:
+            self._pace.end_attempt()
         self._root_cause = decision.root_cause
         self._record("decision", action=decision.action, next_attempt=decision.next_attempt, reason=decision.reason)
         self._feed(ev.Decided(decision))
@@ -749,7 +792,6 @@ class NodeAgent:
                     compiling=s.compiling,
                     io_moved=s.io_moved,
                     children_cpu_share=s.children_cpu_share,
-            "scores": self._desk.scores.pack(),
                     doing=s.doing,
                     place=s.place,
                 )
@@ -765,7 +807,6 @@ class NodeAgent:
         self._read_board(self._clock.now_s())  # progress during the window counts first
         self._feed(ev.ProbesDone(results))
 
-        self._desk.scores.adopt(data.get("scores"))
     # -- ranks -------------------------------------------------------------------------------------------------------
     def _setup_for(self, rank: int, local_rank: int, attempt: int) -> dict[str, Any]:
         spec = self._spec
@@ -843,6 +884,9 @@ class NodeAgent:
             self._incident = None  # a peer may have ended this attempt before it began here
         self._calls.clear()
         self._sampler.begin_attempt(attempt)
+        membership = self._membership
+        assert membership is not None
+        self._pace.begin_attempt(attempt, membership.world_size, self._channel, membership.hosts_store)
         self._desk.begin_attempt(attempt)
         self._tell_saver(attempt)
 
@@ -1003,6 +1047,8 @@ class NodeAgent:
 
     def _sample(self, now_s: float, views: Mapping[int, SlotView | None]) -> None:
         self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
+        saved = max((v.checkpoints_done for v in views.values() if v is not None), default=0)
+        self._pace.sample(now_s, self._sampler.take_timings(), self._ranks.values(), saved)
 
     def _read_board(self, now_s: float) -> None:
         if not self._ranks:
@@ -1019,6 +1065,8 @@ class NodeAgent:
                 process.attached = True
                 self._desk.observe([process.pid])
                 self._record("rank_attached", rank=process.rank, after_s=now_s - process.spawned_s)
+        if self._saver is None or not self._saver.is_running:
+            self._desk.watch_checkpoints(self._views)
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
         views, attempt = self._views, self._attempt
         self._sample(now_s, views)
@@ -1072,8 +1120,6 @@ class NodeAgent:
         }
 
     def _phase_of(self, rank: int) -> str:
-        if self._saver is None or not self._saver.is_running:
-            self._desk.watch_checkpoints(self._views)
         return self._machine.rank_phase(rank).value
 
     # -- signals -----------------------------------------------------------------------------------------------------
@@ -1107,6 +1153,7 @@ class NodeAgent:
         ranks = tuple(sorted(self._ranks))
         self._sample(self._clock.now_s(), self._fresh_views())
         self._sampler.flush()
+        self._pace.close()
         self._calibration.close()
         self._record("run_ended", exit_class=int(exit_class), reason=reason)
         self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)
@@ -1134,6 +1181,8 @@ class NodeAgent:
             self._tailer.close()
         done = self._outcome is not None and self._outcome.exit_class is ExitClass.OK
         self._close_channel()
+        if self._machine.phase is ev.NodePhase.EXCLUDED:
+            self._rendezvous.step_out()
         try:
             self._rendezvous.leave(job_done=done)
         except SteadyrunError as e:
@@ -1160,5 +1209,3 @@ def _read_loaded(path: Path) -> Mapping[str, Any] | None:
         return {"modules": list(told["modules"]), "env_before_torch": dict(told["env_before_torch"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
-        if self._machine.phase is ev.NodePhase.EXCLUDED:
-            self._rendezvous.step_out()

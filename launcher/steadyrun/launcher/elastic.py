@@ -631,6 +631,7 @@ class SteadyAgent(LocalElasticAgent):
                 [os.path.abspath(command.script), *command.arguments], spec.local_world_size
             ),
             rollback=_rollback(settings, run_id),
+            straggler_action=settings.straggler_action,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:

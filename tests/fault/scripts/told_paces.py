@@ -69,7 +69,7 @@ for step in range(steps):
     backward_s, optimizer_s, data_s = (s * noise.gauss(1, 0.01) for s in (0.05, 0.01, 0.001))
     busy_s = forward_s + backward_s + optimizer_s + data_s
     nan = float("nan")
-    if RANK != mute_rank or step < mute_step:
+    if mute_rank != RANK or step < mute_step:
         put_timing(
             step, time.monotonic(), STEP_S, busy_s, forward_s, backward_s, optimizer_s, data_s,
             0.0, STEP_S - busy_s, busy_s, nan, nan, TAG_FORWARD_SEEN, 0.0,
