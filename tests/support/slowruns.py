@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, JobStarter, command
+from jobs import Job, JobStarter
 
 ACCUSING = ("rank", "node", "parallel_group")  # kinds of alarms that blame somebody; imbalances do not
 RANKS = 4
@@ -81,7 +79,6 @@ class SlowRun:
     plan: Plan
     job: Job
     exit_code: int
-    report: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, start: JobStarter, plan: Plan, deadline_s: float, steps: int | None = None) -> SlowRun:
@@ -92,12 +89,32 @@ class SlowRun:
                 give_cores(stack, job, plan.cores)
             exit_code = job.wait(deadline_s)
         assert job.folder is not None, job.story()
-        return cls(plan, job, exit_code, stragglers(job.folder))
+        return cls(plan, job, exit_code)
+
+    @property
+    def alarms(self) -> list[dict[str, Any]]:
+        """All that the journal tells of paces: each alarm with its first sentence and its last figures."""
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for record in self.job.journal("straggler"):
+            alarm = record["alarm"]
+            key = (alarm["kind"], tuple(alarm["ranks"]), alarm["step"])
+            summary = found[key]["summary"] if key in found else record["summary"]
+            found[key] = {**alarm, "summary": summary}
+        return list(found.values())
 
     @property
     def accusations(self) -> list[dict[str, Any]]:
-        """Alarms that blame somebody, as ``steadyctl stragglers`` shows them."""
-        return [a for a in self.report["alarms"] if a["kind"] in ACCUSING]
+        """Alarms that blame somebody."""
+        return [a for a in self.alarms if a["kind"] in ACCUSING]
+
+    def column(self, name: str) -> dict[int, list[float]]:
+        """One measure of the steps of which the journal keeps all ranks: step -> by rank."""
+        rows: dict[int, dict[int, float]] = {}
+        for record in self.job.journal("timings"):
+            for rank, columns in record["ranks"].items():
+                for step, value in zip(columns["step"], columns.get(name, [0.0] * len(columns["step"])), strict=True):
+                    rows.setdefault(step, {})[int(rank)] = value
+        return {s: [row[r] for r in range(RANKS)] for s, row in sorted(rows.items()) if len(row) == RANKS}
 
     def of_leg(self, leg: Leg) -> list[dict[str, Any]]:
         """Accusations that were made while *leg* lasted, or just after."""
@@ -111,18 +128,8 @@ class SlowRun:
         return found[0] if found else None
 
     def story(self) -> str:
-        lines = [f"{a['step']}: {a['kind']} {a['ranks']} {a['summary']}" for a in self.report["alarms"]]
-        lines.append("own work by rank: " + json.dumps(self.report["ranks"]))
+        lines = [f"{a['step']}: {a['kind']} {a['ranks']} {a['summary']}" for a in self.alarms]
         return "\n".join([*lines, self.plan.faults, self.job.story()])
-
-
-def stragglers(run: Path) -> dict[str, Any]:
-    """What ``steadyctl stragglers RUN --json`` prints."""
-    argv = [command("steadyctl"), "stragglers", str(run), "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
 
 
 # -- cores made of cgroups ---------------------------------------------------------------------------------------------
