@@ -1,6 +1,8 @@
 """Who is slow: false alarms, delays, group sizes, public traces and cost of the shipped detector; others' rules beside.
 
-Paces come from steadyrun.testing.pacesim: own-work times of jobs with the noise of real ones, in four regimes. The
+Paces come from steadyrun.node.pacejudge import PaceJudge
+from steadyrun.node.timingwire import NodeFacts, RankFacts, TimingInbox, TimingOutbox
+from steadyrun.testing.pacesim: own-work times of jobs with the noise of real ones, in four regimes. The
 detector is steadyrun's own at its one default, each job being a role of its own; other rules see the same paces.
 
 *false alarms*: new accusations of healthy ranks per rank and ten steps, each rule at the threshold it is shipped with.
@@ -22,8 +24,10 @@ from typing import Any
 import numpy as np
 from report import add_common_arguments, effort_of, finish, print_table
 
-from steadyrun.core.timing import Role
+from steadyrun.core.timing import Role, StepTiming
 from steadyrun.detect.straggler import AlarmKind, Detector, StepDetails, StragglerConfig, analyse
+from steadyrun.node.pacejudge import PaceJudge
+from steadyrun.node.timingwire import NodeFacts, RankFacts, TimingInbox, TimingOutbox
 from steadyrun.testing.pacesim import REGIMES, RULES, WINDOW, PaceFault, PaceStream, Rule, fault_profile
 from steadyrun.testing.pacetraces import Trace, read_trace
 
@@ -330,12 +334,47 @@ def cost(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     print_table(["ranks", "ms"], rows)
 
 
+def leader(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """The leading agent's whole way from the nodes' messages to a judged step; one step in each message."""
+    nodes, local = 512, 8
+    judge, inbox = PaceJudge(nodes * local), TimingInbox()
+    outboxes = [TimingOutbox() for _ in range(nodes)]
+    ranks = [range(local * n, local * (n + 1)) for n in range(nodes)]
+    facts = [
+        NodeFacts(f"node{n}", tuple(RankFacts(r, r % local, 1) for r in ranks[n])).to_bytes() for n in range(nodes)
+    ]
+    paces = np.exp(PaceStream(1, nodes * local, REGIMES["dense"], arguments.seed).chunk(140).astype(np.float64))
+    taken = []
+    for step, row in enumerate(paces.tolist()):
+        messages = []
+        for n, outbox in enumerate(outboxes):
+            outbox.put({r: [StepTiming(step, 0.0, 1.2, row[r], 0.3, 0.6, 0.05, 0.05, 0.0, 0.2, 0.9)] for r in ranks[n]})
+            messages.append(outbox.message(facts[n]))
+        started = time.thread_time()
+        rows = []
+        for n, message in enumerate(messages):
+            new, changed = inbox.take(n, message)
+            if changed is not None:
+                judge.introduce(changed)
+            rows.append(new)
+        judge.add(b"".join(rows), float(step))
+        judge.judge(float(step), float(step))
+        taken.append(time.thread_time() - started)
+    late = np.array(taken[90:]) * 1e3
+    print(
+        f"\nleading agent, {nodes} nodes of {local} ranks: {np.median(late):.2f} ms of CPU per step ({late.min():.2f})"
+    )
+    results["leader_ms"] = [float(np.median(late)), float(late.min())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_arguments(parser)
     parser.add_argument("--regimes", type=lambda text: text.split(","), default=list(REGIMES))
     parser.add_argument(
-        "--parts", type=lambda text: text.split(","), default=["alarms", "delays", "sizes", "many", "traces", "cost"]
+        "--parts",
+        type=lambda text: text.split(","),
+        default=["alarms", "delays", "sizes", "many", "traces", "cost", "leader"],
     )
     parser.add_argument("--heavy", action="store_true", help="also change points, which are slow; always with --full")
     parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help="folder of trace-*.parquet")
@@ -346,7 +385,7 @@ def main() -> None:
     quiet = false_alarms(arguments, results) if {"alarms", "delays"} & set(arguments.parts) else {}
     if "delays" in arguments.parts:
         delays(arguments, quiet, results)
-    for name, part in (("sizes", sizes), ("many", many), ("traces", traces), ("cost", cost)):
+    for name, part in (("sizes", sizes), ("many", many), ("traces", traces), ("cost", cost), ("leader", leader)):
         if name in arguments.parts:
             part(arguments, results)
     finish(arguments, "straggler", results)
