@@ -53,6 +53,9 @@ class CallsOfFlights:
             for i, seq in enumerate(range(first_seq, last_seq))
         ]
 
+    def course(self, rank: int, last: int) -> Sequence[FlightOp]:
+        return ()
+
 
 def rank_evidence(flight: RankFlight, node: str, **fields: object) -> RankEvidence:
     base = RankEvidence(

@@ -191,6 +191,13 @@ class FlightDetails(Protocol):
         """The rank's collectives of the group *name* with these numbers, in order; empty when they cannot be had."""
         ...
 
+    def course(self, rank: int, last: int) -> Sequence[FlightOp]:
+        """The *last* calls of a rank in all its groups, sends and receives too, in the order in which it made them.
+
+        Empty when they cannot be had, and where the dump has left out what was done.
+        """
+        ...
+
 
 def window_hash(ops: Sequence[tuple[str, str]]) -> int:
     """48 bits over (operation, call site) of a window's collectives in order; equal on ranks that did the same.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.flight import FlightDetails, FlightOp, OpState
-from steadyrun.detect.waits.divergence import SURE_MATCHES, find_shift, window_strays
+from steadyrun.detect.waits.divergence import SURE_MATCHES, Shift, find_shift, window_strays
 from steadyrun.detect.waits.graph import Graph, Stop, first_stop
 from steadyrun.detect.waits.order import disordered, hosts_behind
+from steadyrun.detect.waits.programs import Departure, Departures, Way, departures
 from steadyrun.detect.waits.records import RankState, WaitReason
 from steadyrun.detect.waits.root import Root
 from steadyrun.detect.waits.signature import Difference, differences, signature, uneven_sums
@@ -23,6 +24,14 @@ IN_FLIGHT: Final = FaultClass.IN_FLIGHT_NETWORK
 MAX_SHIFT_GROUPS: Final = 12
 MAX_LONELY_GROUPS: Final = 8
 MAX_WITNESSES: Final = 64
+_CALLS_OTHERWISE: Final = frozenset(
+    {
+        FaultClass.SKIPPED_COLLECTIVE,
+        FaultClass.EXTRA_COLLECTIVE,
+        FaultClass.DEADLOCK_CYCLE,
+        FaultClass.P2P_UNMATCHED,
+    }
+)
 
 
 def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
@@ -45,6 +54,7 @@ def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
     roots += [r for r in _arrived(graph) if r.stop not in differing]
     roots += _unseen(graph, unsure, roots)
     roots += hosts_behind(graph, {r for root in roots for r in root.ranks if root.cls is not IN_FLIGHT})
+    roots = _with_departures(graph, roots, departures(graph, details))
     return _failures(graph, roots, details)
 
 
@@ -644,6 +654,42 @@ def _by_windows(
         stop = _stop_in(graph, group)
         roots.append(Root(cls, (rank,), 0.6, stop, tuple(graph.rank_nodes(rank)), False, window=(group, window)))
     return roots
+
+
+# -- ranks that left their program -------------------------------------------------------------------------------------
+def _with_departures(graph: Graph, roots: Sequence[Root], programs: Departures) -> list[Root]:
+    """Who left the program that others in its place run is named; who is said to call otherwise, and does not, is not."""
+    out: list[Root] = []
+    for root in roots:
+        if root.cls in _CALLS_OTHERWISE:
+            left = tuple(r for r in root.ranks if r not in programs.steady)
+            if not left and programs.found:
+                continue
+            if left and len(left) < len(root.ranks) and set(left) <= set(programs.found):
+                root.ranks = left
+                root.shift = replace(root.shift, ranks=left, is_tie=False) if root.shift is not None else None
+        out.append(root)
+    named = {r for root in out if root.cls in _CALLS_OTHERWISE or root.difference is not None for r in root.ranks}
+    return out + [_departed(graph, d) for r, d in sorted(programs.found.items()) if r not in named]
+
+
+def _departed(graph: Graph, departure: Departure) -> Root:
+    rank, group, theirs = departure.rank, departure.group, departure.theirs
+    head = graph.heads.get((rank, MAIN))
+    without = next((s for s in graph.stops if s.group is group and rank in s.lacks and rank not in s.calls), None)
+    sure = departure.matches >= 2 and departure.witnesses >= 3
+    confidence = 0.8 if sure else 0.65
+    nodes = (*graph.rank_nodes(rank), *((without.node,) if without is not None else ()))
+    if departure.way is Way.OTHER_ORDER or theirs.is_p2p:
+        cls = FaultClass.P2P_UNMATCHED if theirs.is_p2p and departure.way is Way.SKIPPED else FaultClass.DEADLOCK_CYCLE
+        ring = tuple(dict.fromkeys(s for s in (without, head) if s is not None))
+        note = "it calls them in another order than the others" if cls is FaultClass.DEADLOCK_CYCLE else ""
+        return Root(cls, (rank,), confidence, head or without, nodes, False, ring=ring, note=note, members=(rank,))
+    is_skip = departure.way is Way.SKIPPED
+    seq = theirs.seq if is_skip else departure.own.seq
+    shift = Shift(group, (rank,), seq, 1 if is_skip else -1, departure.own, theirs, departure.matches)
+    cls = FaultClass.SKIPPED_COLLECTIVE if is_skip else FaultClass.EXTRA_COLLECTIVE
+    return Root(cls, (rank,), confidence, without or head, nodes, False, shift=shift)
 
 
 # -- operations that ended with an error -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Final
 from steadyrun.core.flight import FlightGroup, FlightOp, FlowCount, OpState, RankFlight
 from steadyrun.detect.waits.records import RankState
 
-__all__ = ["MAIN", "Call", "Group", "Standing", "World", "ends_of", "read_world"]
+__all__ = ["MAIN", "Call", "Group", "Standing", "World", "ends_of", "main_threads", "read_world"]
 
 MAIN: Final = ""  # the stream of the main thread and of what it starts on the device
 MAX_RANKS: Final = 1 << 20  # what is beyond comes from a damaged record
@@ -235,7 +235,7 @@ def _match_groups(world: World) -> dict[int, list[Group]]:
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 def _read_calls(world: World, local: Mapping[int, list[Group]]) -> None:
-    main = _main_threads(world)
+    main = main_threads(world)
     for rank, flight in world.flights.items():
         open_calls: list[Call] = []
         failed: list[Call] = []
@@ -288,7 +288,7 @@ def ends_of(call: Call) -> tuple[int | None, int | None]:
     return (src, dst) if call.rank in (src, dst) and is_member else (None, None)
 
 
-def _main_threads(world: World) -> frozenset[str]:
+def main_threads(world: World) -> frozenset[str]:
     """Names that the main thread and autograd's have; the rest work beside them."""
     counts = Counter(op.thread for f in world.flights.values() for op in f.ops if op.thread)
     names = {t for t in counts if t.lower().startswith(_MAIN_THREADS) or t.strip("0123456789") == ""}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -35,13 +35,20 @@ class IncidentDetails:
 
     def ops(self, rank: int, group: str, first_seq: int, last_seq: int) -> Sequence[FlightOp]:
         """See ``FlightDetails``; empty for ranks whose dumps are elsewhere, and once the time for it is over."""
+        return self._within_limit(rank, lambda dumps: dumps.ops(rank, group, first_seq, last_seq))
+
+    def course(self, rank: int, last: int) -> Sequence[FlightOp]:
+        """See ``FlightDetails``; empty for ranks whose dumps are elsewhere, and once the time for it is over."""
+        return self._within_limit(rank, lambda dumps: dumps.course(rank, last))
+
+    def _within_limit(self, rank: int, read: Callable[[DumpFolder], Sequence[FlightOp]]) -> Sequence[FlightOp]:
         if self._left_s <= 0:
             return ()
         began_s = time.monotonic()
         if rank not in self._of_rank:
             self._of_rank[rank] = self._open(rank)
         dumps = self._of_rank[rank]
-        ops = dumps.ops(rank, group, first_seq, last_seq) if dumps is not None else ()
+        ops = read(dumps) if dumps is not None else ()
         self._left_s -= time.monotonic() - began_s
         return ops
 

@@ -15,7 +15,7 @@ from typing import Final
 from steadyrun.collectors.flight.bundle import Bundle, BundleReading, LoadedFile
 from steadyrun.collectors.flight.readers import read_bundles
 from steadyrun.collectors.flight.sidecar import DumpFile, Sidecar, sidecar_from_json
-from steadyrun.collectors.flight.summarise import read_ops
+from steadyrun.collectors.flight.summarise import read_course, read_ops
 from steadyrun.collectors.flight.unpickle import MAX_DUMP_BYTES, Dump, DumpError, load_dump
 from steadyrun.core.flight import FlightOp, RankFlight
 
@@ -320,10 +320,16 @@ class DumpFolder:
                 self._read.popitem(last=False)
         return [op for op in ops if first_seq <= op.seq <= last_seq]
 
+    def course(self, rank: int, last: int) -> Sequence[FlightOp]:
+        """See ``FlightDetails``; empty also when a file has changed or gone meanwhile."""
+        return read_course(self._dumps(rank), rank, self._sidecars.get(rank), last)
+
     def _load(self, rank: int, group: str) -> tuple[FlightOp, ...]:
+        return read_ops(self._dumps(rank), rank, self._sidecars.get(rank), group, 0, 1 << 53)
+
+    def _dumps(self, rank: int) -> list[tuple[Dump, DumpFile | None]]:
         found = ((self._dump(path), file) for path, file in self._files.get(rank, ()))
-        dumps = [(dump, file) for dump, file in found if dump is not None]
-        return read_ops(dumps, rank, self._sidecars.get(rank), group, 0, 1 << 53)
+        return [(dump, file) for dump, file in found if dump is not None]
 
     def _dump(self, path: Path) -> Dump | None:
         try:

@@ -37,7 +37,7 @@ from steadyrun.core.flight import (
 from steadyrun.core.frames import is_user_frame
 from steadyrun.core.records import Frame
 
-__all__ = ["SummaryCache", "backends_of", "newest_ns", "read_ops", "summarise"]
+__all__ = ["SummaryCache", "backends_of", "newest_ns", "read_course", "read_ops", "summarise"]
 
 _MAX_STACK: Final = 128  # frames of one entry that are looked at
 _MAX_FLOWS: Final = 4096
@@ -769,3 +769,44 @@ def _ops_between(reader: _Reader, group: _Group, wants: Callable[[int], bool]) -
         state = still.get((seq, id(raw)), open_seqs.get(seq, OpState.DONE))
         kept = _Kept(entry, name, seq, entry["time_created_ns"], 0, index, state)
         yield dataclasses.replace(reader.op_of(group, kept, with_stack=True), state=state)
+
+
+def read_course(
+    dumps: Sequence[tuple[Mapping[str, Any], DumpFile | None]], rank: int, sidecar: Sidecar | None, last: int
+) -> tuple[FlightOp, ...]:
+    """The rank's *last* calls in all groups, done or not, in the order in which it made them.
+
+    Empty where a dump has left out what was done. ``FlightOp.seq`` of sends and receives is torch's own number.
+    """
+    cache = SummaryCache()
+    live = _Live(sidecar)
+    readers = [_Reader(dump, file, cache, live) for dump, file in dumps]
+    for reader in readers:
+        reader.read()
+    _number_groups(readers, live)
+    if any(kind.is_active_only or kind.is_cut for kind in map(_kind_of, readers)):
+        return ()
+    found: list[tuple[int, int, int, FlightOp]] = []
+    oldest_ns = 0  # before it one of the rings holds nothing any more
+    for number, reader in enumerate(readers):
+        newest_ns = 0  # a clock that was set back must not change the recorder's order
+        entries = reader.dump.get("entries")
+        ordered = _in_order(entries) if isinstance(entries, list | tuple) else ()
+        first = max(0, len(ordered) - last)
+        is_all = not first and reader.first_id in (0, None)
+        for index, raw in enumerate(ordered[first:], first):
+            entry = normal_entry(raw, index)
+            if entry is None:
+                continue
+            name = parse_op_name(entry["profiling_name"])
+            group = reader.groups.get((entry["process_group"][0], name.backend))
+            if group is None:
+                continue
+            newest_ns = max(newest_ns, entry["time_created_ns"])
+            if not is_all:
+                oldest_ns, is_all = max(oldest_ns, newest_ns), True
+            seq = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+            kept = _Kept(entry, name, seq, entry["time_created_ns"], newest_ns, index, OpState.DONE)
+            found.append((newest_ns, number, index, reader.op_of(group, kept, with_stack=False)))
+    found.sort(key=lambda f: f[:3])
+    return tuple(op for at_ns, _, _, op in found[-last:] if at_ns >= oldest_ns)

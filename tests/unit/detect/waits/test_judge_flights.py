@@ -294,6 +294,9 @@ class Entries:
             if first_seq <= i <= last_seq
         ]
 
+    def course(self, rank: int, last: int) -> Sequence[FlightOp]:
+        return ()
+
 
 def shifted(skips: bool) -> tuple[Job, Entries]:
     """Rank 2 of four skips the third collective of group 1, or calls one more; all meet in the world's next."""
