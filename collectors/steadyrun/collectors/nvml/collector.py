@@ -111,7 +111,7 @@ class NvmlCollector:
     def _without_answer(self, error: ProbeError) -> CheckResult:
         facts: dict[str, Fact] = {"hung": error.hung, "abandoned_processes": self._prober.abandoned}
         if error.hung:
-            advice = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
+            advice: tuple[str, ...] = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
             return combine(self.name, [Trouble(Health.UNHEALTHY, str(error), advice)], "", facts)
         if error.code == VERSION_MISMATCH:
             advice = ("restart the container, or reboot the node",)

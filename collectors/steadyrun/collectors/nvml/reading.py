@@ -100,7 +100,7 @@ _NUMBERS: Final = frozenset(
 def merged(before: GpuReading | None, answer: Mapping[str, Any]) -> GpuReading | None:
     """*before* with what the answer has; None when the answer names no GPU. An answer without an error clears it."""
     index = answer.get("index")
-    if not _is_number(index):
+    if not isinstance(index, int) or not _is_number(index):
         return None
     changes: dict[str, Any] = {"error": None}
     for name, value in answer.items():
