@@ -32,10 +32,13 @@ __all__ = [
     "Layout",
     "Named",
     "NotManifestError",
+    "RankRecord",
+    "Records",
     "Scenario",
     "Score",
     "Truth",
     "drawn_set",
+    "is_one_unseen",
     "layout_of",
     "score",
     "simulate",
@@ -559,6 +562,22 @@ class _Rank:
         self.is_gone = False  # the process, or all its threads
 
 
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What a rank's recorders hold apart from times.
+
+    Attributes:
+        calls: per thread, in order: group, call, numbers, and whether it started and is done.
+        stands: in an operation.
+    """
+
+    calls: tuple[tuple[object, ...], ...]
+    stands: bool
+
+
+Records = tuple[RankRecord | None, ...]  # per rank; None: it left no dump
+
+
 class _Simulation:
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self.scenario, self.rng = scenario, rng
@@ -889,6 +908,21 @@ class _Simulation:
             different += mine is not None and enough and mine not in sites.values()
         return different >= 2
 
+    def records(self, faults: Sequence[Fault]) -> Records:
+        """What the recorders hold at the end, times apart."""
+        gone = {f.rank for f in faults if f.kind in _WITHOUT_DUMP}
+        return tuple(None if r in gone else self._record(r) for r in range(len(self.ranks)))
+
+    def _record(self, rank: int) -> RankRecord:
+        is_timed = self.scenario.with_timing
+        calls = [
+            (op.call.thread == _SAVE_THREAD, op.call, op.number, op.p2p_number, is_timed and op.start_ns is not None,
+             op.done_ns is not None)
+            for op in self.ranks[rank].ops
+        ]  # fmt: skip
+        calls.sort(key=lambda c: c[0])  # threads may meet differently
+        return RankRecord(tuple(calls), self.head(rank) is not None)
+
     def _is_awaited(self, rank: int) -> bool:
         return any(self._waits_for(r, rank) for r in range(len(self.ranks)))
 
@@ -924,15 +958,44 @@ def simulate(scenario: Scenario) -> FlightSet:
     for _ in range(60):
         simulation = _Simulation(scenario, rng)
         victims = list(scenario.victims) or rng.sample(range(scenario.layout.world), len(kinds))
+        faults, draws = [], []
         try:
-            faults = [simulation.inject(k, v) for k, v in zip(kinds, victims, strict=True)]
+            for kind, victim in zip(kinds, victims, strict=True):
+                draws.append((kind, victim, rng.getstate()))
+                faults.append(simulation.inject(kind, victim))
         except NotManifestError:
             continue
         simulation.run()
-        if all(simulation.is_manifest(f) for f in faults):
-            return FlightSet(scenario, simulation, tuple(faults), rng)
+        if not all(simulation.is_manifest(f) for f in faults):
+            continue
+        if len(faults) == 2 and is_one_unseen(simulation.records(faults), [_alone(scenario, d) for d in draws]):
+            continue
+        return FlightSet(scenario, simulation, tuple(faults), rng)
     names = " and ".join(k.value for k in kinds)
     raise NotManifestError(f"{names} did not show in 60 draws of seed {scenario.seed} in {scenario.layout}")
+
+
+def _alone(scenario: Scenario, draw: tuple[FaultKind, int, Any]) -> Records:
+    """What the recorders would hold with this one fault at the same place."""
+    kind, victim, state = draw
+    rng = random.Random()
+    rng.setstate(state)
+    simulation = _Simulation(scenario, rng)
+    fault = simulation.inject(kind, victim)
+    simulation.run()
+    return simulation.records([fault])
+
+
+def is_one_unseen(both: Records, alone: Sequence[Records]) -> bool:
+    """Whether nobody could find both of two faults, so that the set holds one to be found at most.
+
+    Either one changes nothing in what any recorder holds when the other is there: it lies in the other's shadow. Or
+    they undo each other, and nobody stands.
+
+    Args:
+        both, alone: what the recorders hold with both, and with each alone.
+    """
+    return both in alone or all(not rank.stands for rank in both if rank is not None)
 
 
 def drawn_set(world: int, kinds: Sequence[FaultKind], faults: int, seed: object, **options: Any) -> FlightSet:

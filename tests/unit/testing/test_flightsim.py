@@ -18,8 +18,11 @@ from steadyrun.testing.flightsim import (
     FlightSet,
     Layout,
     NotManifestError,
+    RankRecord,
+    Records,
     Scenario,
     Truth,
+    is_one_unseen,
     layout_of,
     score,
     simulate,
@@ -304,3 +307,25 @@ def test_without_a_fault_silence_is_right() -> None:
     assert score(truth_of(), [("healthy", (), 0.9)]).is_exact
     assert score(truth_of(), [("host_stall", (1,), 0.4)]).is_exact
     assert score(truth_of(), [("host_stall", (1,), 0.8)]).blames_innocent
+
+
+def test_two_faults_of_which_one_changes_no_record_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rank 10 calls one more of what it calls there anyway, and stands in it as others do in theirs, behind rank 15.
+    layout = Layout(tp=4, dp=4, layers=1, has_gloo=False)
+    kinds = (FaultKind.EXTRA, FaultKind.HOST_STALL)
+    asked: list[tuple[bool, bool]] = []
+
+    def asking(both: Records, alone: Sequence[Records]) -> bool:
+        asked.append((is_one_unseen(both, alone), both == alone[1]))
+        return asked[-1][0]
+
+    monkeypatch.setattr("steadyrun.testing.flightsim.is_one_unseen", asking)
+    simulate(Scenario(layout, kinds, seed=17, entries=0, backend="gloo", victims=(10, 15)))
+    assert asked == [(True, True), (False, False)]
+
+
+def test_one_of_two_is_unseen_where_no_record_differs_or_nobody_stands() -> None:
+    done, stands = RankRecord((("call", 1),), False), RankRecord((("call", 2),), True)
+    assert is_one_unseen((stands, done), [(stands, done), (done, stands)])
+    assert is_one_unseen((done, done, None), [(stands, done, None), (done, stands, None)])
+    assert not is_one_unseen((stands, stands), [(stands, done), (done, stands)])

@@ -352,17 +352,29 @@ def _guess_members(graph: Graph) -> None:
 def _find_lagging(graph: Graph) -> None:
     """Done on a peer, open here, and nothing older open: all have come, and this rank's device has not seen the end.
 
+    Nothing older of this group is enough on devices, where each group has a queue of its own.
     The ends of gloo's operations say less: one that failed because a peer died reads as done.
     """
     for stop in graph.stops:
-        if not stop.done_on or stop.is_rooted or not stop.waiters or (stop.is_p2p and not stop.is_paired):
+        waiters = stop.waiters or (_first_of_group(graph, stop) if not stop.group.is_host and not stop.is_p2p else [])
+        if not stop.done_on or stop.is_rooted or not waiters or (stop.is_p2p and not stop.is_paired):
             continue
         if any(k.is_hard and k.reason is not WaitReason.NO_DUMP for k in stop.lacks.values()):
             continue  # it cannot be done anywhere: what says so is an error that was not recorded as one
         if stop.failed_on or (stop.group.is_host and any(k.reason is WaitReason.NO_DUMP for k in stop.lacks.values())):
             continue
-        for rank in stop.waiters:
-            graph.lagging[rank] = stop
+        for rank in waiters:
+            if stop.waiters or rank not in graph.lagging:
+                graph.lagging[rank] = stop
+
+
+def _first_of_group(graph: Graph, stop: Stop) -> list[int]:
+    """Ranks that have nothing older open in its group."""
+    calls = graph.world.open
+    return [
+        rank for rank, own in stop.calls.items()
+        if all(c is own or c.group is not stop.group or c.op.is_p2p or c.op.seq > stop.seq for c in calls[rank])
+    ]  # fmt: skip
 
 
 def _connect(graph: Graph) -> None:

@@ -211,8 +211,10 @@ def _device_stalls(graph: Graph) -> list[Root]:
     """Done on peers and open here; and, where starts are recorded, started on peers and not here."""
     roots: dict[tuple[object, ...], Root] = {}
     for rank, stop in graph.lagging.items():
-        late = [r for r in stop.waiters if r in graph.lagging]
+        late = [r for r in stop.calls if graph.lagging.get(r) is stop]
         confidence = 0.85 if len(late) <= len(stop.done_on) else 0.55
+        if not stop.waiters:
+            confidence = min(confidence, 0.65)  # its device may only wait for what is ahead in another queue
         if stop.group.is_host:
             confidence = min(confidence, 0.5)
         key = (stop.group.kind, stop.seq, stop.first.op.name)
@@ -658,7 +660,7 @@ def _by_windows(
 
 # -- ranks that left their program -------------------------------------------------------------------------------------
 def _with_departures(graph: Graph, roots: Sequence[Root], programs: Departures) -> list[Root]:
-    """Who left the program that others in its place run is named; who is said to call otherwise, and does not, is not."""
+    """Who left the program is named; who is said to call otherwise and does as others in its place do is not."""
     out: list[Root] = []
     for root in roots:
         if root.cls in _CALLS_OTHERWISE:
