@@ -6,9 +6,11 @@ both name the same rank, the kind of stall is the stacks' and the operation the 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Final
 
 from steadyrun.core.classes import FaultClass
@@ -16,6 +18,7 @@ from steadyrun.core.flight import FlightGroup, FlightOp, OpState, RankFlight
 from steadyrun.core.records import Finding
 from steadyrun.detect.grouping import name_ranks
 from steadyrun.detect.waits.records import FlightFinding, FlightJudgement
+from steadyrun.detect.waits.signature import Signature, class_of, describe_op, signature
 
 __all__ = ["DeadByLargerMessage", "joined", "mismatch_of_death", "with_operation", "without_doubt"]
 
@@ -220,10 +223,6 @@ class _Broken:
     group: FlightGroup
     op: FlightOp
 
-    @property
-    def what(self) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-        return self.op.in_sizes or self.op.out_sizes, self.op.in_dtypes or self.op.out_dtypes
-
 
 def mismatch_of_death(dead: DeadByLargerMessage, flights: Mapping[int, RankFlight]) -> Finding | None:
     """Who called what differs, from what the survivors were in when their connection broke.
@@ -239,23 +238,25 @@ def mismatch_of_death(dead: DeadByLargerMessage, flights: Mapping[int, RankFligh
         return None
     newest = max(b.op.seq for b in broken)
     broken = [b for b in broken if b.op.seq == newest]
-    sides: dict[tuple[tuple[tuple[int, ...], ...], tuple[str, ...]], list[int]] = {}
+    sides: dict[Signature, list[_Broken]] = {}
     for b in broken:
-        sides.setdefault(b.what, []).append(b.rank)
+        sides.setdefault(signature(b.op), []).append(b)
     if len(sides) == 1 and not dead.is_told:
         return None
-    by_bytes = sorted(sides.items(), key=lambda kv: _bytes_of(*kv[0]))
-    cls = FaultClass.DTYPE_MISMATCH if len({dtypes for _, dtypes in sides}) > 1 else FaultClass.SIZE_MISMATCH
+    by_bytes = [[b.rank for b in side] for side in sorted(sides.values(), key=lambda side: _bytes_of(side[0].op))]
+    kinds = {class_of(one, other) for one, other in itertools.combinations(sides, 2)}
+    cls = next((c for c in _KIND_OF if c in kinds), FaultClass.SIZE_MISMATCH)
     if len(sides) == 1:
-        odd, others, sure = [dead.rank], by_bytes[0][1], 0.85 if len(broken) > 1 else 0.6
+        odd, others, sure = [dead.rank], by_bytes[0], 0.85 if len(broken) > 1 else 0.6
     else:
-        camps = sorted([[*by_bytes[0][1], dead.rank], *(ranks for _, ranks in by_bytes[1:])], key=len)
+        camps = sorted([[*by_bytes[0], dead.rank], *by_bytes[1:]], key=len)
         odd, others = camps[0], [r for camp in camps[1:] for r in camp]
         sure = 0.85 if len(camps[0]) < len(camps[1]) else 0.5
     first = next((b for b in broken if b.rank in odd), broken[0])
     label = first.group.desc or first.group.name
-    calls = "; ".join(f"{name_ranks(r)}: {first.op.name} {_shape(s)} {' '.join(t)}" for (s, t), r in by_bytes)
-    kind = "type" if cls is FaultClass.DTYPE_MISMATCH else "size"
+    called = {b.rank: b.op for b in broken}
+    calls = "; ".join(f"{name_ranks(ranks)}: {describe_op(called[ranks[0]])}" for ranks in by_bytes)
+    kind = _KIND_OF[cls]
     return Finding(
         cls=cls,
         ranks=tuple(sorted(odd)),
@@ -280,21 +281,17 @@ def _broken(rank: int, flight: RankFlight) -> _Broken | None:
     return _Broken(rank, flight.groups[op.group], op) if op is not None else None
 
 
+_KIND_OF: Final = {
+    FaultClass.OP_MISMATCH: "operation",
+    FaultClass.DTYPE_MISMATCH: "type",
+    FaultClass.SIZE_MISMATCH: "size",
+}
 _ITEM_BYTES: Final = {
     "Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2,
     "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
 
 
-def _bytes_of(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
-    total = 0
-    for i, size in enumerate(sizes):
-        count = 1
-        for n in size:
-            count *= n
-        total += count * _ITEM_BYTES.get(dtypes[i] if i < len(dtypes) else "", 4)
-    return total
-
-
-def _shape(sizes: Sequence[Sequence[int]]) -> str:
-    return " ".join(f"[{', '.join(map(str, size))}]" for size in sizes)
+def _bytes_of(op: FlightOp) -> int:
+    sizes, dtypes = op.in_sizes or op.out_sizes, op.in_dtypes or op.out_dtypes
+    return sum(prod(size) * _ITEM_BYTES.get(dtypes[i] if i < len(dtypes) else "", 4) for i, size in enumerate(sizes))

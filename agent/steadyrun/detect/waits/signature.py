@@ -10,7 +10,7 @@ from typing import Final
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.flight import FlightOp
 
-__all__ = ["ROOTED", "Difference", "describe_op", "differences", "op_family", "signature"]
+__all__ = ["ROOTED", "Difference", "Signature", "class_of", "describe_op", "differences", "op_family", "signature"]
 
 ROOTED: Final = frozenset({"broadcast", "broadcastoop", "reduce", "reduceoop", "gather", "scatter"})
 Signature = tuple[str, int | None, str]  # operation, number of elements, type; None and empty where nothing is said
@@ -78,7 +78,7 @@ def differences(ops: Mapping[int, FlightOp]) -> list[Difference]:
         return []
     sides: dict[Signature, list[int]] = {}
     for rank, value in found.items():
-        side = next((known for known in sides if _class_of(known, value) is None), value)
+        side = next((known for known in sides if class_of(known, value) is None), value)
         sides.setdefault(side, []).append(rank)
     ordered = sorted(sides.items(), key=lambda s: (-len(s[1]), s[1]))
     if len(ordered) < 2:
@@ -88,10 +88,10 @@ def differences(ops: Mapping[int, FlightOp]) -> list[Difference]:
         tied = [(value, ranks) for value, ranks in ordered if len(ranks) == len(most)]
         odd = tuple(sorted(r for _, ranks in tied for r in ranks))
         told = tuple(_side(ranks, ops) for _, ranks in ordered)
-        return [Difference(_class_of(usual, second) or FaultClass.OP_MISMATCH, told, odd, True)]
+        return [Difference(class_of(usual, second) or FaultClass.OP_MISMATCH, told, odd, True)]
     by_class: dict[FaultClass, list[list[int]]] = {}
     for value, ranks in ordered[1:]:
-        cls = _class_of(usual, value)
+        cls = class_of(usual, value)
         assert cls is not None
         by_class.setdefault(cls, []).append(ranks)
     return [
@@ -109,7 +109,7 @@ def _side(ranks: Sequence[int], ops: Mapping[int, FlightOp]) -> tuple[tuple[int,
     return tuple(sorted(ranks)), describe_op(ops[min(ranks)])
 
 
-def _class_of(one: Signature, other: Signature) -> FaultClass | None:
+def class_of(one: Signature, other: Signature) -> FaultClass | None:
     """What differs first; None: nothing does, as far as both say."""
     if one[0] != other[0]:
         return FaultClass.OP_MISMATCH
