@@ -64,11 +64,16 @@ class Departure:
 
 @dataclass(slots=True)
 class Departures:
-    """What the comparison says. *steady*: ranks that were compared, or are where such a rank is, and did as the others
-    did."""
+    """What the comparison says.
+
+    Attributes:
+        steady: ranks that did as the others did: they were compared, or are where such a rank is.
+        read: those of them that were compared.
+    """
 
     found: dict[int, Departure] = field(default_factory=dict)
     steady: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +127,7 @@ def departures(graph: Graph, details: FlightDetails | None) -> Departures:
             found = _compared(courses)
         out.found |= found.found
         out.steady |= found.steady
+        out.read |= found.read
     return out
 
 
@@ -302,6 +308,7 @@ def _vote(courses: list[_Course], out: Departures) -> None:
                     continue
                 out.found[course.rank] = found
     out.steady.update(r for c in asked for r in c.alike)
+    out.read.update(c.rank for c in asked)
 
 
 def _usual(

@@ -24,6 +24,7 @@ IN_FLIGHT: Final = FaultClass.IN_FLIGHT_NETWORK
 MAX_SHIFT_GROUPS: Final = 12
 MAX_LONELY_GROUPS: Final = 8
 MAX_WITNESSES: Final = 64
+SURE: Final = 0.7
 _CALLS_OTHERWISE: Final = frozenset(
     {
         FaultClass.SKIPPED_COLLECTIVE,
@@ -662,11 +663,14 @@ def _by_windows(
 def _with_departures(graph: Graph, roots: Sequence[Root], programs: Departures) -> list[Root]:
     """Who left the program is named; who is said to call otherwise and does as others in its place do is not."""
     out: list[Root] = []
+    explained = bool(programs.found) or any(r.confidence >= SURE and r.cls not in _CALLS_OTHERWISE for r in roots)
     for root in roots:
         if root.cls in _CALLS_OTHERWISE:
             left = tuple(r for r in root.ranks if r not in programs.steady)
-            if not left and programs.found:
-                continue
+            if not left and (programs.found or set(root.ranks) <= programs.read):
+                if explained:
+                    continue
+                root.confidence = min(root.confidence, 0.6)
             if left and len(left) < len(root.ranks) and set(left) <= set(programs.found):
                 root.ranks = left
                 root.shift = replace(root.shift, ranks=left, is_tie=False) if root.shift is not None else None

@@ -150,6 +150,8 @@ class World:
         issued = group.issued.get(rank)
         if issued is None or issued < seq:
             return not_there
+        if flight.is_cut and (record.issued_seq is None or seq > record.issued_seq):
+            return Standing.UNKNOWN  # counted, but its entry is lost
         if flight.more_ops and seq > group.kept.get(rank, -1):
             return Standing.OPEN
         return Standing.FAILED if record.has_failed else Standing.DONE
