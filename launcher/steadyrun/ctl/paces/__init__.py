@@ -1,0 +1,1 @@
+"""What ``steadyctl stragglers`` is made of: the journals read, and its text and page."""
