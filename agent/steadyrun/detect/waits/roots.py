@@ -41,7 +41,10 @@ def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
     rings = _rings(graph)
     absent, unsure = _absent_roots(graph)
     disorders = disordered(graph)
+    programs = departures(graph, details)
     shifts = _shifts(graph, details, mismatches, [*disorders, *rings], absent)
+    if programs.found or mismatches:
+        shifts = [s for s in shifts if not set(s.ranks) <= programs.read]
     roots: list[Root] = list(shifts)
     blamed = {r for s in shifts for r in s.ranks}
     roots += [m for m in mismatches if not _is_shifted(graph, m, shifts)]
@@ -55,7 +58,7 @@ def find_roots(graph: Graph, details: FlightDetails | None) -> list[Root]:
     roots += [r for r in _arrived(graph) if r.stop not in differing]
     roots += _unseen(graph, unsure, roots)
     roots += hosts_behind(graph, {r for root in roots for r in root.ranks if root.cls is not IN_FLIGHT})
-    roots = _with_departures(graph, roots, departures(graph, details))
+    roots = _with_departures(graph, roots, programs)
     return _failures(graph, roots, details)
 
 
