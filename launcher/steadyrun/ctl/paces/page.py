@@ -35,6 +35,9 @@ OWN_STYLE: Final = """
 .w0{fill:#0d3b78}.w1{fill:#2f66ad}.w2{fill:#6c9ad2}.w3{fill:#b0cbea}.w4{fill:var(--mark)}
 .swatch{display:inline-block;width:1.5em;height:.8em;border-radius:3px;margin-right:.4em;vertical-align:-.05em}
 .key svg.swatch{display:inline-block}
+td.num+td:not(.num){padding-left:.6rem}
+@media (max-width:740px){td{grid-template-columns:7.5em minmax(0,1fr)}td.num{text-align:left}
+td.num+td:not(.num){padding-left:0}}
 """
 
 
@@ -102,7 +105,7 @@ def _finding(told: Told) -> str:
 def _attempt_parts(paces: RunPaces, attempt: AttemptPaces) -> Iterator[str]:
     report = attempt.report
     blame = {r: t for t in reversed(paces.slow) if t.attempt == attempt.attempt for r in t.alarm.ranks}
-    kept = f"every {attempt.every} steps at least" if attempt.every > 1 else "every step"
+    kept = f"every {attempt.every}th at least" if attempt.every > 1 else "every one"
     yield f'<p class="lead">{len(report.ranks):,} ranks; {report.steps:,} steps in the journals, which keep {kept}.</p>'
     drawn = picture(report.heat, MOST_ROWS, MOST_COLUMNS)
     folded = (

@@ -107,9 +107,8 @@ class RunPaces:
     @property
     def slow(self) -> list[Told]:
         """Those that accuse somebody: slow now first, then those that cost most."""
-        order = {"now": 0, "unknown": 1, "lasted": 2, "over": 3}
         found = [t for t in self.told if t.is_fault]
-        return sorted(found, key=lambda t: (order[t.state], -t.alarm.lost_s, -t.alarm.slowdown, t.attempt))
+        return sorted(found, key=lambda t: (t.state != "now", -t.alarm.lost_s, -t.alarm.slowdown, t.attempt))
 
     @property
     def others(self) -> list[Told]:
@@ -156,8 +155,7 @@ def read_paces(run: RunFolder) -> RunPaces:
     if not attempts:
         notes.append("the journals hold no timings: the job ended before the first were written (every 5 s)")
     if not is_live and any(t.is_fault for t in told):
-        every = max(a.every for a in attempts)
-        notes.append(f"found afterwards, in the timings that the journals keep (every {every} steps at least)")
+        notes.append("found afterwards, in the timings that the journals keep: the agents told of nobody")
     return RunPaces(run, is_live, told, attempts, nodes, list(dict.fromkeys(notes)), log.ended_at_unix_s is not None)
 
 
