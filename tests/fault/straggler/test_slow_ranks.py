@@ -7,13 +7,18 @@ runs on it, which is why own work is compared without the time for which a core 
 
 from __future__ import annotations
 
+import io
+import json
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from jobs import JobStarter
 from slowruns import NOTICED, RANKS, Leg, Plan, SlowRun, cpu_cgroup
+
+from steadyrun.ctl.main import main as steadyctl
 
 DEADLINE_S = 1500.0  # of the test that is first to ask for a plan
 EARLY, LATE = 25, 25  # steps by which the beginning that is told may be off
@@ -159,6 +164,22 @@ def test_the_job_goes_on(runs: Runs, plan: Plan) -> None:
     run = runs.of(plan)
     assert run.exit_code == 0, run.story()
     assert len(run.job.events("start")) == len(run.job.events("done")) == RANKS, run.story()
+
+
+@each_plan
+def test_the_command_says_what_the_journal_says(runs: Runs, plan: Plan) -> None:
+    run = runs.of(plan)
+    assert run.job.folder is not None
+    out = io.StringIO()
+    code = steadyctl(["stragglers", str(run.job.folder), "--json"], out)
+    shown = json.loads(out.getvalue())
+    kinds = Counter((a["kind"], tuple(a["ranks"]), a["step"], a["phase"]) for a in shown["alarms"])
+    assert kinds == Counter((a["kind"], tuple(a["ranks"]), a["step"], a["phase"]) for a in run.alarms), run.story()
+    assert sorted(f["ranks"] for f in shown["findings"]) == sorted(a["ranks"] for a in run.accusations), run.story()
+    assert code == (10 if run.accusations else 0)
+    (attempt,) = shown["attempts"]
+    assert [r["rank"] for r in attempt["ranks"]] == list(range(RANKS))
+    assert all(r["steps"] > 0 and r["busy_s"] > 0 for r in attempt["ranks"]), attempt["ranks"]
 
 
 @pytest.mark.slow
