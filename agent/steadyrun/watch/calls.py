@@ -39,24 +39,25 @@ class WatchedCall:
     """In the place of a module's call.
 
     Attributes:
+        before: what was there.
         outer_calls: how often the script itself called the module, with gradients.
         has_prologue: the module is a wrapper (DDP) that may wait for others before it calls the module inside.
     """
 
-    __slots__ = ("_before", "_caller", "_is_compiling", "has_prologue", "module", "outer_calls")
+    __slots__ = ("_caller", "_is_compiling", "before", "has_prologue", "module", "outer_calls")
 
     def __init__(self, module: Any, before: Any, caller: Caller, is_compiling: Callable[[], bool]) -> None:
         from _weakref import ref
 
         self.module = ref(module)  # weak: a model that is deleted must be gone at once
-        self._before = before
+        self.before = before
         self._caller = caller
         self._is_compiling = is_compiling
         self.outer_calls = 0
         self.has_prologue = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._before
+        call = self.before
         if call is None:
             module: Any = self.module()
             call = module._call_impl
@@ -75,10 +76,10 @@ class WatchedCall:
         module = self.module()
         if module is None or module.__dict__.get(SLOT) is not self:
             return
-        if self._before is None:
+        if self.before is None:
             del module.__dict__[SLOT]
         else:
-            module.__dict__[SLOT] = self._before
+            module.__dict__[SLOT] = self.before
 
     def is_in_place(self) -> bool:
         module = self.module()
@@ -117,12 +118,17 @@ def find_roots(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def tree_of(module: Any, depth: int) -> Iterator[Any]:
-    """*module* and what is in it down to *depth* levels, outermost first."""
+    """*module* and what is in it down to *depth* levels, outermost first; nothing inside of a compiled module.
+
+    That must stay as it was, or torch would compile it again.
+    """
     level, seen = [module], {id(module)}
     for _ in range(depth + 1):
         below = []
         for m in level:
             yield m
+            if is_compiled(m):
+                continue
             for child in m.__dict__.get("_modules", {}).values():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
@@ -166,6 +172,14 @@ def watch_calls(roots: Iterable[Any], caller: Caller) -> list[WatchedCall]:
 def unwatch(calls: Iterable[WatchedCall]) -> None:
     for call in calls:
         call.remove()
+
+
+def is_compiled(module: Any) -> bool:
+    """By ``torch.compile`` or in place."""
+    place = module.__dict__.get(SLOT)
+    while isinstance(place, WatchedCall):
+        place = place.before
+    return place is not None or "_orig_mod" in module.__dict__.get("_modules", {})
 
 
 def is_script(module: Any) -> bool:

@@ -1,8 +1,8 @@
 """Where the time of a step went: every instant of the training thread is in exactly one account.
 
-Four clocks are read at each change of account: wall, CPU time of the thread, the time for which the thread could have
-run and did not (run delay), and how often it gave its core away of its own accord. What is known of waiting for other
-ranks comes from outside (``wait``). Per account
+Two clocks are read at each change of account, wall and CPU time of the thread, and where they differ two more: how
+often the thread gave its core away of its own accord, and for how long it could have run and did not (run delay). What
+is known of waiting for other ranks comes from outside (``wait``). Per account
 
     wall = own work + waiting for others + starved
 
@@ -51,6 +51,7 @@ CHECKPOINT = 8
 EVALUATION = 9  # a section of that name
 PROBE = 10
 ACCOUNTS = 11
+SLIGHT_S = 0.00005  # time off the core too short to ask why: each clock that is asked costs some microseconds
 _WORDS = 5  # wall, CPU, run delay, known waits, rests
 
 
@@ -69,6 +70,7 @@ class Ledger:
         "_cpu_at_s",
         "_delay",
         "_delay_at_s",
+        "_kept_s",
         "_now",
         "_rests",
         "_rests_at",
@@ -92,25 +94,37 @@ class Ledger:
         self._totals = [0.0] * (ACCOUNTS * _WORDS)
         self.account = DATA
         self.waited_s = 0.0
+        self._kept_s = 0.0  # off the core without a rest, since run delay was read: most of it is run delay
         self.blind: frozenset[int] = frozenset((PROLOGUE, TAIL))
         self.at_s, self._cpu_at_s, self._delay_at_s, self._rests_at = now(), cpu(), delay(), self._rests()
 
     def turn_to(self, account: int) -> None:
         """From now on time goes to *account*."""
-        now_s, cpu_s, delay_s, rests = self._now(), self._cpu(), self._delay(), self._rests()
+        now_s, cpu_s = self._now(), self._cpu()
         ending = self.account
         if ending == AFTER:
             ending = OPTIMIZER if account == OPTIMIZER else FORWARD if account == BACKWARD else DATA
         totals, at = self._totals, ending * _WORDS
-        totals[at] += now_s - self.at_s
-        totals[at + 1] += cpu_s - self._cpu_at_s
-        totals[at + 2] += delay_s - self._delay_at_s
-        totals[at + 4] += rests - self._rests_at
+        wall_s, used_s = now_s - self.at_s, cpu_s - self._cpu_at_s
+        totals[at] += wall_s
+        totals[at + 1] += used_s
+        off_s = wall_s - used_s
+        if off_s < SLIGHT_S:
+            self._kept_s += off_s
+        else:
+            rests = self._rests()
+            if rests == self._rests_at:
+                self._kept_s += off_s
+            else:
+                delay_s = self._delay()
+                totals[at + 2] += max(delay_s - self._delay_at_s - self._kept_s, 0.0)
+                totals[at + 4] += rests - self._rests_at
+                self._delay_at_s, self._kept_s, self._rests_at = delay_s, 0.0, rests
         if self.waited_s:
             totals[at + 3] += self.waited_s
             self.waited_s = 0.0
         self.account = account
-        self.at_s, self._cpu_at_s, self._delay_at_s, self._rests_at = now_s, cpu_s, delay_s, rests
+        self.at_s, self._cpu_at_s = now_s, cpu_s
 
     def wait(self, duration_s: float) -> None:
         """The thread has waited for other ranks for so long, just now."""

@@ -20,8 +20,8 @@ delay by 3 %; a quota or a busy neighbour shows in the starved time, more work i
 see a rank that waits for its disk.
 
 A step of which not everything was seen (a failed forward, a backward that did not end, a model called in a way that
-nobody sees) is told without own work rather than with a wrong one. Own work of models on a device is told from the
-device's own clock (``devicetimes``).
+nobody sees) is told without own work rather than with a wrong one. So are steps of models on a device: the host only
+queues their work, and its clocks say nothing of it.
 
 Nothing here raises into the script or waits. One thread is timed: the one that made the first step.
 """
@@ -66,6 +66,7 @@ _FIRST = 5  # steps after the first that are told as such
 _LEARN = 3  # steps in which it is learned which modules the script calls
 _BLIND_STEPS = 10  # steps without a forward after which the model is looked for again
 _SEARCHES = 5
+_OPTIMIZERS = 16  # whose parameters tell which modules are trained
 _FRESH_S = 0.0001  # the optimizer has just ended: its last instant is the step's
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -85,6 +86,7 @@ class Timing:
         self._thread = 0  # none yet
         self._is_off = False
         self._optimizers: list[Any] = []  # weak references
+        self._newest_optimizer: Callable[[], Any] = lambda: None
         self._calls: list[WatchedCall] = []
         self._is_learning = False
         self._searches = 0
@@ -98,6 +100,7 @@ class Timing:
         self._before_aside = DATA
         self._before_call = DATA
         self._forwards = self._begun = self._ended = self._left = 0
+        self._has_tail = True
         self._no_grad = 0
         self._no_grad_before = (0, 0)
         self._is_broken = False
@@ -162,10 +165,8 @@ class Timing:
         """After each ``step`` of any optimizer, before that is marked."""
         if self._is_off:
             return
-        if len(self._optimizers) < 16 and not any(o() is optimizer for o in self._optimizers):
-            from _weakref import ref
-
-            self._optimizers.append(ref(optimizer))
+        if self._newest_optimizer() is not optimizer:
+            self._note(optimizer)
         if get_ident() != self._thread or self._asides or not self._optimizer_depth:
             return
         self._optimizer_depth -= 1
@@ -173,6 +174,17 @@ class Timing:
             ledger = self._ledger
             assert ledger is not None
             ledger.turn_to(DATA)
+
+    def _note(self, optimizer: Any) -> None:
+        for known in self._optimizers:
+            if known() is optimizer:
+                self._newest_optimizer = known
+                return
+        if len(self._optimizers) < _OPTIMIZERS:
+            from _weakref import ref
+
+            self._newest_optimizer = ref(optimizer)
+            self._optimizers.append(self._newest_optimizer)
 
     def call_begins(self, call: WatchedCall) -> bool:
         if self._is_off or get_ident() != self._thread or self._asides:
@@ -247,8 +259,12 @@ class Timing:
         if ledger.account != BACKWARD:
             self._is_broken = True
             return
-        ledger.turn_to(TAIL)
         self._ended += 1
+        if not self._has_tail:
+            self._left += 1
+            ledger.turn_to(AFTER)
+            return
+        ledger.turn_to(TAIL)
         try:
             self._engine.queue_callback(self._backward_done)
         except Exception:
@@ -314,14 +330,30 @@ class Timing:
         self._thread = get_ident()
         self._ledger = Ledger(monotonic, thread_time, run_delay_clock(), rest_counter())
         self._began_s = self._ledger.at_s
+        self._work = NAN  # of a step that was not timed
         self._watch_waits()
         self._search()
+        self._ledger.turn_to(DATA)
+        self._ledger.clear()  # what the search took is no step's
+        self._began_s = self._ledger.at_s
 
     def _write(self, step: int, ledger: Ledger) -> None:
         split = ledger.split
-        forward = split(FORWARD)
-        prologue, no_grad, backward, tail = split(PROLOGUE), split(NO_GRAD), split(BACKWARD), split(TAIL)
-        optimizer, data = split(OPTIMIZER), split(DATA)
+        forward_s, waited_s, starved_s, cpu_s = split(FORWARD)
+        backward_s, waited, starved, cpu = split(BACKWARD)
+        waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
+        optimizer_s, waited, starved, cpu = split(OPTIMIZER)
+        waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
+        data_s, waited, starved, cpu = split(DATA)
+        waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
+        no_grad_s = 0.0
+        if self._has_tail or self._no_grad:
+            no_grad_s, waited, starved, cpu = split(NO_GRAD)
+            waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
+            before_s, waited, _, cpu = split(PROLOGUE)
+            forward_s, waited_s, cpu_s = forward_s + before_s, waited_s + waited, cpu_s + cpu
+            _, waited, _, cpu = split(TAIL)
+            waited_s, cpu_s = waited_s + waited, cpu_s + cpu
         now_s = ledger.at_s
         wall_s = now_s - self._began_s
         self._began_s = now_s
@@ -333,42 +365,43 @@ class Timing:
         if compiled != self._compiled:
             self._compiled = compiled
             flags |= TAG_COMPILE
-        if self._no_grad > max(self._no_grad_before) and self._steps > 1:
+        earlier, last = self._no_grad_before
+        if self._no_grad > earlier and self._no_grad > last and self._steps > 1:
             flags |= TAG_EVALUATION
-        self._no_grad_before = (self._no_grad_before[1], self._no_grad)
-        forward_s = forward[0] + prologue[0] + (0.0 if flags & TAG_EVALUATION else no_grad[0])
+        self._no_grad_before = (last, self._no_grad)
+        if not flags & TAG_EVALUATION:
+            forward_s += no_grad_s
         is_whole = (
             not self._is_broken
             and self._device is None
             and self._forwards > 0
             and self._begun == self._ended == self._left > 0
         )
-        own = (forward, no_grad, backward, optimizer, data)
         busy_s = 0.0
         if is_whole:
             flags |= TAG_FORWARD_SEEN
-            busy_s = forward_s + backward[0] + optimizer[0] + data[0]
+            busy_s = forward_s + backward_s + optimizer_s + data_s
             self._unseen = 0
         else:
-            forward_s = 0.0
-            backward = optimizer = data = (0.0, 0.0, 0.0, 0.0)
+            forward_s = backward_s = optimizer_s = data_s = 0.0
             self._unseen += 1
+        saving_s = ledger.wall_s(CHECKPOINT)
         self._put(
             step,
             now_s,
             wall_s,
             busy_s,
             forward_s,
-            backward[0],
-            optimizer[0],
-            data[0],
-            ledger.wall_s(CHECKPOINT),
-            sum(account[1] for account in own) + prologue[1] + tail[1],
-            sum(account[3] for account in own) + prologue[3] + tail[3],
+            backward_s,
+            optimizer_s,
+            data_s,
+            saving_s,
+            waited_s,
+            cpu_s,
             self._probe_s,
             self._work,
             flags,
-            sum(account[2] for account in own),
+            starved_s,
         )
         ledger.clear()
         self._forwards = self._begun = self._ended = self._left = self._no_grad = 0
@@ -412,13 +445,20 @@ class Timing:
             if not is_sharded_only or any(mesh.ndim > 1 for mesh in meshes.values()):
                 blind |= {FORWARD, BACKWARD, NO_GRAD}  # so do the operations of tensor parallelism
         ledger.blind = frozenset(blind)
+        distributed = sys.modules.get("torch.distributed")
+        is_alone = distributed is None or not distributed.is_available() or not distributed.is_initialized()
+        self._has_tail = not is_alone and not meshes  # DDP's, or whatever else reduces gradients
         found = coordinates_of(parameters)
         if found and self._told_role is None:
             self._tell_role(found)
 
     def _learn(self) -> None:
         if self._unseen >= _BLIND_STEPS:
+            ledger = self._ledger
+            assert ledger is not None
+            ledger.turn_to(PROBE)
             self._search()
+            ledger.turn_to(DATA)
             return
         if self._steps < _LEARN:
             return
@@ -500,7 +540,10 @@ def run_delay_clock() -> Callable[[], float]:
 
 
 def rest_counter() -> Callable[[], int] | None:
-    """How often the calling thread has given its core away of its own accord; None where nobody can tell. 1 us."""
+    """How often the calling thread has given its core away of its own accord; None where nobody can tell.
+
+    The CPU time that the same call tells is that of the last timer tick.
+    """
     try:
         from resource import RUSAGE_THREAD, getrusage
     except ImportError:

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from steadyrun.watch.marks import Marks, SectionLike
     from steadyrun.watch.timing import Timing
 
-__all__ = ["OptimizerSteps", "around_first_group", "wrap_checkpointing"]
+__all__ = ["OptimizerSteps", "around_first_group", "stay_uncompiled", "wrap_checkpointing"]
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
 CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict_saver"
+COMPILER_RULES = "torch._dynamo.trace_rules"
+_UNCOMPILED = ("torchhooks", "timing", "ledger", "marks", "slot", "probe")  # what the optimizer's hooks run through
 _PATIENCE = 1000  # steps of others after which the optimizer that marks is taken for no longer used
 
 
@@ -138,6 +140,19 @@ def wrap_checkpointing(section: Callable[[str], SectionLike]) -> Callable[[Any],
                 setattr(package, name, wrapped)
 
     return wrap
+
+
+def stay_uncompiled(rules: Any) -> None:
+    """For torch's compiler, once it is imported: a compiled ``optimizer.step`` calls our hooks and does not trace them.
+
+    Traced, they would be compiled anew at nearly each step, since what they note changes with each. ``calls`` is not
+    among them: a compiled model is to be one graph.
+    """
+    try:
+        for name in _UNCOMPILED:
+            rules.add(f"{__package__}.{name}")
+    except Exception:  # private to torch: where it is not as we know it they are traced
+        return
 
 
 def around_first_group(before: Callable[[], None], after: Callable[[], None]) -> Callable[[Any], None]:
