@@ -19,6 +19,7 @@ from typing import Any
 EVENTS = os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 SIDE = os.environ["BENCH_SIDE"]
 Operation = Callable[[], object]
+TRAINING_STEP = "step of a tiny model"  # ours less outside: what marking and timing a step costs
 
 
 def tell(kind: str, **more: object) -> None:
@@ -54,6 +55,14 @@ def steadyrun_operations() -> dict[str, Operation]:
     hooks = list(importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks.values())
     if hooks:
         found["step hook"] = lambda: [hook(optimizer, (), {}) for hook in hooks]
+    model, batch = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    trained = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def training_step() -> None:
+        model(batch).mean().backward()
+        trained.step()
+
+    found[TRAINING_STEP] = training_step
     return found
 
 
