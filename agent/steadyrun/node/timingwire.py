@@ -23,8 +23,10 @@ __all__ = ["NodeFacts", "RankFacts", "TimingInbox", "TimingOutbox"]
 HEAD: Final = struct.Struct("<4sIHHI")  # magic, number of the newest block, blocks, unused, bytes of the facts
 MAGIC: Final = b"SRP1"
 BLOCKS: Final = 3
+SIZES: Final = tuple(struct.Struct(f"<{count}I") for count in range(BLOCKS + 1))
 MOST_BLOCK_BYTES: Final = 96 << 10  # three of them fit into a value of the store
 MOST_NAME: Final = 200
+NOTHING: Final = (0, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class TimingOutbox:
 
     def message(self, facts: bytes) -> bytes:
         """The newest blocks and *facts* (``NodeFacts.to_bytes``)."""
-        sizes = struct.pack(f"<{len(self._blocks)}I", *map(len, self._blocks))
+        sizes = SIZES[len(self._blocks)].pack(*map(len, self._blocks))
         head = HEAD.pack(MAGIC, self._number, len(self._blocks), 0, len(facts))
         return b"".join((head, sizes, *self._blocks, facts))
 
@@ -114,8 +116,7 @@ class TimingInbox:
     """The leader's side: messages in, rows that are new and facts that have changed out."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}  # group rank -> number of the newest block
-        self._facts: dict[int, bytes] = {}
+        self._known: dict[int, tuple[int, bytes]] = {}  # group rank -> number of the newest block, the facts
 
     def take(self, group_rank: int, message: bytes) -> tuple[bytes, NodeFacts | None]:
         """Rows (to be joined with those of other nodes) and the node's facts where they are others than before.
@@ -126,23 +127,29 @@ class TimingInbox:
         if len(message) < HEAD.size:
             raise ValueError(f"cannot read timings of node {group_rank}: {len(message)} bytes are too few")
         magic, number, count, _, facts_bytes = HEAD.unpack_from(message)
+        if magic != MAGIC or count > BLOCKS or len(message) < HEAD.size + 4 * count:
+            raise ValueError(f"cannot read timings of node {group_rank}: {count} blocks after {magic!r}")
+        sizes = SIZES[count].unpack_from(message, HEAD.size)
         at = HEAD.size + 4 * count
-        if magic != MAGIC or len(message) < at + facts_bytes:
-            raise ValueError(f"cannot read timings of node {group_rank}: they begin with {magic!r}")
-        sizes = struct.unpack_from(f"<{count}I", message, HEAD.size)
         end = at + sum(sizes)
         if len(message) != end + facts_bytes:
-            raise ValueError(f"cannot read timings of node {group_rank}: {len(message)} bytes, expected {end}")
-        told = message[end:]
-        facts = NodeFacts.from_bytes(told) if told != self._facts.get(group_rank) else None
-        new = min(max(number - self._seen.get(group_rank, 0), 0), count)
-        parts = []
-        for size in sizes[:new]:
-            parts.append(message[at : at + size])
-            at += size
-        rows = parts[0] if len(parts) == 1 else b"".join(reversed(parts))  # the oldest first
+            raise ValueError(
+                f"cannot read timings of node {group_rank}: {len(message)} bytes, expected {end + facts_bytes}"
+            )
+        before, told = self._known.get(group_rank, NOTHING)
+        facts = None
+        if not told or facts_bytes != len(told) or not message.endswith(told):
+            told = message[end:]
+            facts = NodeFacts.from_bytes(told)
+        if count and number == before + 1:  # as a rule: a leader with hundreds of nodes has no time for more
+            rows = message[at : at + sizes[0]]
+        else:
+            parts = []
+            for size in sizes[: max(number - before, 0)]:
+                parts.append(message[at : at + size])
+                at += size
+            rows = b"".join(reversed(parts))  # the oldest first
         if len(rows) % RECORD_BYTES:
             raise ValueError(f"cannot read timings of node {group_rank}: {len(rows)} bytes of rows")
-        self._facts[group_rank] = told
-        self._seen[group_rank] = number
+        self._known[group_rank] = number, told
         return rows, facts

@@ -194,13 +194,15 @@ def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
     def column(name: str) -> Floats | None:
         return None if is_unknown[AT[name]] else columns[AT[name]]
 
-    flags = np.nan_to_num(columns[AT["flags"]]).astype(np.int64)
+    told = columns[AT["flags"]]
+    has_flag = told > 0
+    flags = np.where(has_flag, told, 0.0).astype(np.int64) if has_flag.any() else 0
     return StepFrame(
         step=step,
         busy_s=columns[AT["busy_s"]],
         work=column("work"),
         probe_s=column("probe_s"),
-        flags=flags if flags.any() else 0,
+        flags=flags,
         details=StepDetails(
             wall_s=column("wall_s"),
             forward_s=column("forward_s"),
