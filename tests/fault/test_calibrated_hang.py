@@ -18,7 +18,7 @@ from steadyrun.ctl.main import main
 
 BEFORE = 240  # steps; some seconds, in which limits come down to a few seconds
 # Each is ten times as long as a step; with ``+`` longer than the soft limit. Limits rise by far with one of those, also
-# that of the step, in which the other rank waits. So before a hang there is none, or it would be waited for for minutes.
+# that of the step, in which the other rank waits. So before a hang there is none, or the wait for it would be minutes.
 BEFORE_HANG = ""
 HARMLESS = "loader,recompilation,evaluation,checkpoint"
 SLOW_SECTIONS = "checkpoint+,evaluation+"

@@ -110,20 +110,21 @@ class NvmlCollector:
 
     def _without_answer(self, error: ProbeError) -> CheckResult:
         facts: dict[str, Fact] = {"hung": error.hung, "abandoned_processes": self._prober.abandoned}
+        trouble: Trouble | None = None
         if error.hung:
-            advice: tuple[str, ...] = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
-            return combine(self.name, [Trouble(Health.UNHEALTHY, str(error), advice)], "", facts)
-        if error.code == VERSION_MISMATCH:
-            advice = ("restart the container, or reboot the node",)
+            advice = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
+            trouble = Trouble(Health.UNHEALTHY, str(error), advice)
+        elif error.code == VERSION_MISMATCH:
             text = "the driver was updated while it was in use: its library and its module differ"
-            return combine(self.name, [Trouble(Health.UNHEALTHY, text, advice)], "", facts)
-        if not has_driver(self._root) and not self._readings:
+            trouble = Trouble(Health.UNHEALTHY, text, ("restart the container, or reboot the node",))
+        elif not has_driver(self._root) and not self._readings:
             return combine(self.name, [], "no NVIDIA driver: this machine trains on its CPUs", facts)
-        if error.code in (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND):
-            advice = ("nvidia-smi shows more; give the container the driver's library (NVIDIA_DRIVER_CAPABILITIES)",)
-            text = f"there are GPUs, but {error}"
-            return combine(self.name, [Trouble(Health.DEGRADED, text, advice)], "", facts)
-        return unknown(self.name, str(error), "nvidia-smi shows more")
+        elif error.code in (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND):
+            more = "nvidia-smi shows more; give the container the driver's library (NVIDIA_DRIVER_CAPABILITIES)"
+            trouble = Trouble(Health.DEGRADED, f"there are GPUs, but {error}", (more,))
+        if trouble is None:
+            return unknown(self.name, str(error), "nvidia-smi shows more")
+        return combine(self.name, [trouble], "", facts)
 
     def close(self) -> None:
         """End the child."""
