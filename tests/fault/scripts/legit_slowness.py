@@ -1,8 +1,8 @@
 """A DDP job of two ranks that is slow now and then for good reasons, and at last hangs.
 
-Arguments: steps before the first trial, the trials' kinds with commas between them, or none, and ``hang`` or ``end``. In
-a trial one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limit that the agent has
-told by then.
+Arguments: steps before the first trial, the trials' kinds with commas between them, or none, and ``hang`` or ``end``.
+In a trial one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limit that the
+agent has told by then.
 """
 
 import json
