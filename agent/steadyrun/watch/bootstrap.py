@@ -24,11 +24,9 @@ from steadyrun.watch.shadows import drop_shadowed
 from steadyrun.watch.slot import Slot, SlotError, timing_writer
 from steadyrun.watch.torchhooks import (
     CHECKPOINT_MODULE,
-    COMPILER_RULES,
     OPTIMIZER_MODULE,
     OptimizerSteps,
     around_first_group,
-    stay_uncompiled,
     wrap_checkpointing,
 )
 from steadyrun.watch.uncaught import ExceptionRecorder
@@ -186,7 +184,6 @@ def _hook_imports(
     hooks.after("threading", on_threading)
     hooks.after(OPTIMIZER_MODULE, OptimizerSteps(marks, timing).install)
     hooks.after(CHECKPOINT_MODULE, wrap_checkpointing(marks.section))
-    hooks.after(COMPILER_RULES, stay_uncompiled)
     return hooks
 
 

@@ -51,6 +51,7 @@ from steadyrun.watch.ledger import (
 from steadyrun.watch.probe import FixedWork, Rhythm
 from steadyrun.watch.roles import coordinates_of, write_role
 from steadyrun.watch.slot import move_high
+from steadyrun.watch.torchhooks import uncompiled
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Timing:
             return
 
     # -- edges ---------------------------------------------------------------------------------------------------------
+    @uncompiled
     def optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch's hook, before each ``step`` of any optimizer."""
         if self._ledger is None or self._is_compiling() or self._is_off:

@@ -20,13 +20,21 @@ if TYPE_CHECKING:
     from steadyrun.watch.marks import Marks, SectionLike
     from steadyrun.watch.timing import Timing
 
-__all__ = ["OptimizerSteps", "around_first_group", "stay_uncompiled", "wrap_checkpointing"]
+__all__ = ["OptimizerSteps", "around_first_group", "uncompiled", "wrap_checkpointing"]
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
 CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict_saver"
-COMPILER_RULES = "torch._dynamo.trace_rules"
-_UNCOMPILED = ("torchhooks", "timing", "ledger", "marks", "slot", "probe")  # what the optimizer's hooks run through
 _PATIENCE = 1000  # steps of others after which the optimizer that marks is taken for no longer used
+
+
+def uncompiled(function: Any) -> Any:
+    """For a hook of an optimizer: a compiled ``optimizer.step`` calls it and does not trace it.
+
+    Traced, it would be compiled anew at nearly each step, since what it notes changes with each. The mark is that of
+    ``torch.compiler.disable``, which imports the whole compiler.
+    """
+    function._torchdynamo_disable = True
+    return function
 
 
 class OptimizerSteps:
@@ -50,6 +58,7 @@ class OptimizerSteps:
         module.register_optimizer_step_post_hook(self.on_step)
         self._timing = self._make_timing(module)
 
+    @uncompiled
     def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch's hook, after each ``step`` of any optimizer."""
         timing = self._timing
@@ -140,19 +149,6 @@ def wrap_checkpointing(section: Callable[[str], SectionLike]) -> Callable[[Any],
                 setattr(package, name, wrapped)
 
     return wrap
-
-
-def stay_uncompiled(rules: Any) -> None:
-    """For torch's compiler, once it is imported: a compiled ``optimizer.step`` calls our hooks and does not trace them.
-
-    Traced, they would be compiled anew at nearly each step, since what they note changes with each. ``calls`` is not
-    among them: a compiled model is to be one graph.
-    """
-    try:
-        for name in _UNCOMPILED:
-            rules.add(f"{__package__}.{name}")
-    except Exception:  # private to torch: where it is not as we know it they are traced
-        return
 
 
 def around_first_group(before: Callable[[], None], after: Callable[[], None]) -> Callable[[Any], None]:
