@@ -391,7 +391,7 @@ def test_pump_and_check_from_two_threads_give_each_event_once(
     stop = threading.Event()
 
     def check() -> None:
-        while not stop.wait(0.001):  # locks are not fair: without a pause the other thread would hardly ever get its turn
+        while not stop.wait(0.001):  # locks are not fair: without a pause the other thread hardly ever gets its turn
             collector.check()
 
     thread = threading.Thread(target=check)
