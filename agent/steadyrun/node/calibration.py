@@ -173,7 +173,7 @@ class Calibration:
             own.forget(name)
         for p in passes:
             key = SectionKey(p.section, self._worlds.get(p.attempt, self._world_size), self._configuration)
-            own.of(key).observe(p.seconds, p.rank, p.step, self._folder.root.name, p.is_first)
+            own.of(key).observe(p.seconds, p.rank, p.step, self._folder.root.name, p.is_first, p.was_spared)
         for seconds in self._reader.take_restart_s():
             self._own.restarts, self._own.restarts_s = self._own.restarts + 1, self._own.restarts_s + seconds
         self._is_dirty = self._is_dirty or bool(passes)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from steadyrun.detect.calibrate.rule import Costs, Limit, share_above, tail_of
+from steadyrun.detect.calibrate.rule import Costs, Limit, Looks, share_above, tail_of
 from steadyrun.detect.calibrate.statistics import SectionStatistics
 
 __all__ = ["Candidate", "Price", "candidates_of", "price_of"]
@@ -72,14 +72,15 @@ def price_of(candidate: Candidate, statistics: SectionStatistics, costs: Costs) 
     """
     if not statistics.n:
         return Price(candidate, candidate.hard_s, math.nan, math.nan, math.nan)
-    tail, per_day = tail_of(statistics.durations), statistics.events_per_day
-    hard = share_above(statistics.durations, tail, candidate.hard_s)
+    above = share_above(statistics.durations, tail_of(statistics.durations), candidate.hard_s)
+    hard = statistics.events_per_day * above
     if candidate.soft_s is None:
-        soft, detection_s, needless = 0.0, candidate.hard_s, hard
+        looked, detection_s, needless = 0.0, candidate.hard_s, hard
     else:
-        shown = costs.evidence_sensitivity
-        soft = share_above(statistics.durations, tail, candidate.soft_s)
+        shown, looks = costs.evidence_sensitivity, Looks(statistics)
+        new, again = looks.new_per_day(candidate.soft_s), looks.again_per_day(candidate.soft_s)
+        looked = new + again
         detection_s = shown * candidate.soft_s + (1.0 - shown) * candidate.hard_s
-        needless = costs.evidence_error * soft + (1.0 - costs.evidence_error) * hard
-    lost_s = costs.hangs_per_day * detection_s + per_day * (needless * costs.restart_s + soft * costs.evidence_s)
-    return Price(candidate, detection_s, 30.0 * per_day * needless, per_day * soft, lost_s)
+        needless = costs.evidence_error * new + costs.spared_error * again + (1.0 - costs.evidence_error) * hard
+    lost_s = costs.hangs_per_day * detection_s + needless * costs.restart_s + looked * costs.evidence_s
+    return Price(candidate, detection_s, 30.0 * needless, looked, lost_s)

@@ -99,6 +99,15 @@ class Histogram:
             weights[index] = weights.get(index, 0.0) + weight
         return Histogram(weights)
 
+    def without(self, part: Histogram) -> Histogram:
+        """What is left when the durations of *part*, which were all counted here too, are taken out."""
+        left = {i: w - part._weights.get(i, 0.0) for i, w in self._weights.items()}
+        return Histogram({i: w for i, w in left.items() if w >= _DROPPED})
+
+    def longest_s(self, weight: float) -> float:
+        """The duration that no more than *weight* of the events exceed, within a bucket's width; NaN without events."""
+        return self.quantile_s(1.0 - min(1.0, weight / self._total)) if self._total else math.nan
+
     def scaled(self, factor: float) -> Histogram:
         """Each weight times *factor*; what has become next to nothing is left out."""
         return Histogram({i: w * factor for i, w in self._weights.items() if w * factor >= _DROPPED})

@@ -31,6 +31,7 @@ _KNOWN: Final = frozenset({SETUP, STEP, CHECKPOINTING}) | EVALUATION
 _ENDLESS: Final = float("inf")
 _PENDING: Final = 256  # places of a section that wait for a rank which may never come there
 _REMEMBERED: Final = 64
+_LOOKED_AFTER_S: Final = 1.0  # from the soft limit until the look at the ranks has been judged
 _LOOP_SHARE: Final = 0.5  # passes per step from which on a section counts as part of each step
 
 
@@ -97,6 +98,13 @@ class Pass:
         """So soon after a start that calibrated limits are not applied to it."""
         return self.is_gap and self.index < WARM_UP_STEPS
 
+    @property
+    def was_spared(self) -> bool:
+        """It went on for so long after its soft limit that the ranks were looked at, and nothing showed a hang."""
+        if self.in_force is None or self.in_force.stage(self) != "soft":
+            return False
+        return self.seconds >= self.in_force.soft[self.section] + _LOOKED_AFTER_S
+
 
 @dataclass(frozen=True, slots=True)
 class Hang:
@@ -161,7 +169,7 @@ def add_to(history: History, run: RunPasses) -> None:
         seen = set()
         for p in attempt.passes:
             statistics_of = history.of(SectionKey(p.section, attempt.world_size, run.configuration))
-            statistics_of.observe(p.seconds, p.rank, p.step, run.name, p.is_first)
+            statistics_of.observe(p.seconds, p.rank, p.step, run.name, p.is_first, p.was_spared)
             seen.add(p.section)
         for section in seen:
             wall_s = attempt.whole_s if section == SETUP else attempt.observed_s

@@ -8,7 +8,15 @@ passes that cause false alarms, one in thousands, are not among the first hundre
 
 The soft limit has the price of a look at the ranks in place of a restart: evidence is collected there, and only
 evidence of a hang allows to act. It may lie below durations that were seen, where a count of them takes the tail's
-place. At the hard limit time alone acts, so it lies beyond all that was seen; it has to wait only for those hangs that
+place.
+
+What a look may take for a hang is above all the kind of slowness that none has met yet. Passes that a look has spared
+say nothing of how often that comes: they are left out there. Their like is known to be spared, so that it costs little
+more than the look, and is expected as often as the clock says, not as passes follow each other: one stall in the
+first minute of fast steps is not thousands a day. Even where it is, looks take no more than
+``look_again_s / soft_s`` of the time that these stalls take. So one of them does not make real hangs wait for minutes.
+
+At the hard limit time alone acts, so it lies beyond all that was seen; it has to wait only for those hangs that
 evidence does not show.
 """
 
@@ -19,6 +27,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
+from steadyrun.detect.calibrate.histogram import BUCKETS_PER_OCTAVE, Histogram
 from steadyrun.detect.calibrate.statistics import Durations, SectionStatistics
 
 __all__ = [
@@ -27,6 +36,7 @@ __all__ = [
     "Basis",
     "Costs",
     "Limit",
+    "Looks",
     "Tail",
     "limits_of",
     "share_above",
@@ -47,6 +57,8 @@ _SOFT_MEDIANS: Final = 2.0
 _MEDIANS: Final = 3.0
 _MAXIMA: Final = 1.5
 _FIRST_MAXIMA: Final = 3.0
+_WATCHED_BEFORE_S: Final = 3600.0  # taken for granted, without a pass that a look would spare
+_BUCKET: Final = 2.0 ** (1.0 / BUCKETS_PER_OCTAVE)
 _DAY_S: Final = 86400.0
 
 
@@ -59,7 +71,8 @@ class Costs:
         hangs_per_day: expected.
         evidence_error: share of healthy but slow passes that the evidence at a soft limit takes for a hang.
         evidence_sensitivity: share of hangs that it shows.
-        evidence_s: training time that collecting this evidence costs, s.
+        spared_error: the first of these where an earlier look has spared passes that were as long.
+        evidence_s: training time that collecting this evidence costs, s. The job stands still anyway, so it is little.
         min_events: below, ``cap_s`` is the limit. 1000 (``MIN_UNMARKED_EVENTS``) for the steps of a job that marks no
             sections: what it does now and then, a checkpoint, an evaluation, is not among its first hundred.
         cap_s: the limit until then, and the highest that cost alone may choose; durations seen may raise it.
@@ -70,7 +83,8 @@ class Costs:
     hangs_per_day: float = 1.0
     evidence_error: float = 0.02
     evidence_sensitivity: float = 0.8
-    evidence_s: float = 0.5
+    spared_error: float = 0.0002
+    evidence_s: float = 0.05
     min_events: int = MIN_EVENTS
     cap_s: float = 1800.0
     first_cap_s: float = 900.0
@@ -79,8 +93,9 @@ class Costs:
         for name in ("restart_s", "hangs_per_day", "cap_s", "first_cap_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        if not 0 <= self.evidence_error <= 1:
-            raise ValueError(f"evidence_error must be between 0 and 1, got {self.evidence_error}")
+        for name in ("evidence_error", "spared_error"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if not 0 <= self.evidence_sensitivity < 1:
             raise ValueError(f"evidence_sensitivity must be at least 0 and below 1, got {self.evidence_sensitivity}")
         if self.min_events < MIN_EVENTS:
@@ -92,6 +107,11 @@ class Costs:
     def look_s(self) -> float:
         """What one healthy pass beyond the soft limit costs on average."""
         return self.evidence_s + self.evidence_error * self.restart_s
+
+    @property
+    def look_again_s(self) -> float:
+        """The same where the like has been spared before."""
+        return self.evidence_s + self.spared_error * self.restart_s
 
 
 class Basis(str, Enum):
@@ -155,7 +175,7 @@ def limits_of(statistics: SectionStatistics, costs: Costs = Costs()) -> Limit:
     tail = tail_of(durations)
     per_day = statistics.events_per_day
     hard_s, basis = _hard_limit_s(durations, tail, per_day, costs)
-    soft_s = min(hard_s, _soft_limit_s(durations, tail, per_day, costs))
+    soft_s = min(hard_s, _soft_limit_s(statistics, costs))
     return Limit(soft_s, hard_s, max(first_s, hard_s), n, tail.alpha, basis, _WHY[basis])
 
 
@@ -164,14 +184,17 @@ def tail_of(durations: Durations) -> Tail:
 
     alpha is Hill's estimate from the ``1.5 * sqrt(n)`` longest, drawn towards 2.5 as 20 observations would.
     """
-    n = durations.n
-    if not n > 0:
+    if not durations.n > 0:
         raise ValueError("no durations, no tail")
+    return _tail_of(durations.histogram, durations.n, durations.max_s)
+
+
+def _tail_of(histogram: Histogram, n: float, longest_s: float) -> Tail:
     count = math.floor(1.5 * math.sqrt(n)) if n >= _HILL_FROM else 0
-    excess = count * durations.histogram.log_excess(count) + _ALPHA_OBSERVATIONS / _ALPHA
+    excess = count * histogram.log_excess(count) + _ALPHA_OBSERVATIONS / _ALPHA
     low, high = _ALPHA_RANGE
     alpha = min(max((count + _ALPHA_OBSERVATIONS) / excess, low), high)
-    return Tail(max(durations.max_s, 1e-9), 1.0 / (n + 1.0), alpha)
+    return Tail(max(longest_s, 1e-9), 1.0 / (n + 1.0), alpha)
 
 
 def share_above(durations: Durations, tail: Tail, seconds: float) -> float:
@@ -181,26 +204,71 @@ def share_above(durations: Durations, tail: Tail, seconds: float) -> float:
     return min(1.0, (durations.weight_above(seconds) + 1.0) / (durations.n + 1.0))
 
 
+class Looks:
+    """How often the ranks of a healthy job would be looked at because of a soft limit. *statistics* must hold passes.
+
+    Attributes:
+        tail: of the passes that no look has spared.
+        tail_again: of those that one has, in passes a day; None: there are none.
+    """
+
+    def __init__(self, statistics: SectionStatistics) -> None:
+        self._n, self._events_per_day = statistics.n, statistics.events_per_day
+        self._new, self._again = statistics.not_spared, statistics.spared
+        longest_s = statistics.longest_not_spared_s
+        if longest_s != longest_s:  # all were spared
+            longest_s = statistics.durations.median_s
+        self.tail = _tail_of(self._new, self._n, longest_s)
+        self.tail_again: Tail | None = None
+        if self._again.total:
+            self._per_pass = _DAY_S / (statistics.watched_s + _WATCHED_BEFORE_S)
+            alpha = _tail_of(self._again, self._again.total, 1.0).alpha
+            self.tail_again = Tail(statistics.longest_spared_s, self._per_pass, alpha)
+
+    def new_per_day(self, seconds: float) -> float:
+        """Passes longer than *seconds* of a kind that no look has met."""
+        if seconds >= self.tail.from_s:
+            return self._events_per_day * self.tail.survival(seconds)
+        return self._events_per_day * min(1.0, (self._new.weight_above(seconds) + 1.0) / (self._n + 1.0))
+
+    def again_per_day(self, seconds: float) -> float:
+        """Passes longer than *seconds* of a kind that a look has spared."""
+        if self.tail_again is None:
+            return 0.0
+        if seconds >= self.tail_again.from_s:
+            return self.tail_again.survival(seconds)
+        return self._per_pass * (self._again.weight_above(seconds) + 1.0)
+
+    def lost_s_per_day(self, seconds: float, costs: Costs) -> float:
+        """What they cost."""
+        return costs.look_s * self.new_per_day(seconds) + costs.look_again_s * self.again_per_day(seconds)
+
+
 def _cheapest_s(tail: Tail, events_per_day: float, price_s: float, hangs_per_day: float) -> float:
     """Where ``hangs_per_day * T + events_per_day * P(> T) * price_s`` is least, T at or beyond the tail's start."""
     ratio = tail.alpha * events_per_day * price_s * tail.share / (hangs_per_day * tail.from_s)
     return tail.from_s * math.pow(max(1.0, ratio), 1.0 / (tail.alpha + 1.0))
 
 
-def _soft_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs: Costs) -> float:
-    least_s = _SOFT_MEDIANS * durations.median_s
+def _soft_limit_s(statistics: SectionStatistics, costs: Costs) -> float:
+    least_s = _SOFT_MEDIANS * statistics.durations.median_s
     found = costs.evidence_sensitivity * costs.hangs_per_day
     if not found:
         return math.inf
-    beyond_s = max(least_s, _cheapest_s(tail, events_per_day, costs.look_s, found))
-    seen = [
-        s for s in (least_s, *(high_s for _, high_s, _ in durations.histogram.buckets())) if least_s <= s < tail.from_s
-    ]
+    looks = Looks(statistics)
+    tail, again = looks.tail, looks.tail_again
+    best_s = _cheapest_s(tail, statistics.events_per_day, costs.look_s, found)
+    tried = [high_s for _, high_s, _ in statistics.durations.histogram.buckets() if high_s < tail.from_s]
+    if again is not None:
+        # Each kind for itself would be best off below this; together they have to wait at most twice as long.
+        until_s = 2.0 * max(best_s, _cheapest_s(again, 1.0, costs.look_again_s, found))
+        count = math.ceil(math.log(max(1.0, until_s / least_s), _BUCKET))
+        tried += [least_s * _BUCKET**i for i in range(count + 1)]
 
     def loss_s(at_s: float) -> float:
-        return found * at_s + events_per_day * costs.look_s * share_above(durations, tail, at_s)
+        return found * at_s + looks.lost_s_per_day(at_s, costs)
 
-    return min((*seen, beyond_s), key=loss_s)
+    return min((least_s, *(s for s in tried if s > least_s), max(least_s, best_s)), key=loss_s)
 
 
 def _hard_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs: Costs) -> tuple[float, Basis]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from steadyrun.core.sections import OUT_OF_SECTION
@@ -123,6 +123,10 @@ class Durations:
         self._fresh, fresh = 0, self._fresh
         return self._fade(fresh)
 
+    def factor_after(self, events: float, half_life: float | None = None) -> float:
+        """What those counted so far weigh once *events* more have been counted, by what they weigh now."""
+        return float(0.5 ** (events / (half_life or self._half_life)))
+
     def aged(self, events: float, half_life: float | None = None) -> Durations:
         """As they stand once *events* more have been counted elsewhere."""
         out = self.scaled(1.0)
@@ -177,7 +181,7 @@ class Durations:
         return out
 
     def _fade(self, events: float, half_life: float | None = None) -> float:
-        factor = float(0.5 ** (events / (half_life or self._half_life)))
+        factor = self.factor_after(events, half_life)
         self._histogram = self._histogram.scaled(factor)
         self.total_s *= factor
         kept = [replace(e, weight=e.weight * factor) for e in self.largest if e.weight * factor >= _FORGOTTEN]
@@ -202,6 +206,7 @@ class SectionStatistics:
 
     Attributes:
         durations: all passes but the first after each start; first: those.
+        spared: of ``durations``, the passes in which the ranks were looked at and left alone, and which ended well.
         observed_s: wall time of the job in which they were seen, faded with them; 0 where it is not known.
     """
 
@@ -209,6 +214,7 @@ class SectionStatistics:
     durations: Durations
     first: Durations
     observed_s: float = 0.0
+    spared: Histogram = field(default_factory=Histogram)
 
     @classmethod
     def empty(cls, key: SectionKey, half_life_events: float = HALF_LIFE_EVENTS) -> SectionStatistics:
@@ -222,10 +228,38 @@ class SectionStatistics:
     @property
     def events_per_day(self) -> float:
         """How often the section is passed in a day of the job; NaN without passes."""
-        return 86400.0 * self.n / max(self.observed_s, self.durations.total_s, 1e-9) if self.n else math.nan
+        return 86400.0 * self.n / self.watched_s if self.n else math.nan
+
+    @property
+    def watched_s(self) -> float:
+        """The time that these passes stand for, faded with them."""
+        return max(self.observed_s, self.durations.total_s, 1e-9)
+
+    @property
+    def longest_spared_s(self) -> float:
+        """The longest of the spared passes that is remembered, within a bucket's width; NaN without any."""
+        return min(self.spared.longest_s(_FORGOTTEN), self.durations.max_s)
+
+    @property
+    def not_spared(self) -> Histogram:
+        """Of ``durations``, the passes that no look has spared."""
+        return self.durations.histogram.without(self.spared) if self.spared.total else self.durations.histogram
+
+    @property
+    def longest_not_spared_s(self) -> float:
+        """The longest of those; NaN without any."""
+        if not self.spared.total:
+            return self.durations.max_s
+        return min(self.not_spared.longest_s(_FORGOTTEN), self.durations.max_s)
 
     def observe(
-        self, seconds: float, rank: int | None = None, step: int | None = None, run: str = "", is_first: bool = False
+        self,
+        seconds: float,
+        rank: int | None = None,
+        step: int | None = None,
+        run: str = "",
+        is_first: bool = False,
+        was_spared: bool = False,
     ) -> None:
         """Count one pass of the section by the job: the duration of its slowest rank, and which it was.
 
@@ -235,8 +269,13 @@ class SectionStatistics:
         extreme = Extreme(seconds, rank, step, run)
         if is_first:
             self.first.add(extreme)
-        else:
-            self.observed_s *= self.durations.add(extreme)
+            return
+        factor = self.durations.add(extreme)
+        if was_spared:
+            self.spared.add(seconds)
+        if factor != 1.0:
+            self.observed_s *= factor
+            self.spared = self.spared.scaled(factor)
 
     def observe_wall(self, seconds: float) -> None:
         """The job ran for *seconds* more in which this section could have been passed."""
@@ -246,7 +285,13 @@ class SectionStatistics:
         """As these stand once *events* more passes have been counted elsewhere."""
         factor = 0.5 ** (events / half_life_events)
         durations = self.durations.aged(events, half_life_events)
-        return replace(self, durations=durations, first=self.first.scaled(1.0), observed_s=self.observed_s * factor)
+        return replace(
+            self,
+            durations=durations,
+            first=self.first.scaled(1.0),
+            observed_s=self.observed_s * factor,
+            spared=self.spared.scaled(factor) if durations.n else Histogram(),
+        )
 
     def merged(self, newer: SectionStatistics) -> SectionStatistics:
         """With those of a later run, by whose passes these fade.
@@ -257,14 +302,21 @@ class SectionStatistics:
         if newer.key != self.key:
             raise ValueError(f"cannot merge statistics of {newer.key} into those of {self.key}")
         durations = self.durations.merged(newer.durations)
-        kept = self.durations.aged(newer.durations.events).n / self.n if self.n else 1.0
-        observed_s = self.observed_s * kept + newer.observed_s
-        return SectionStatistics(self.key, durations, self.first.merged(newer.first), observed_s)
+        left = self.durations.aged(newer.durations.events)
+        observed_s = self.observed_s * (left.n / self.n if self.n else 1.0) + newer.observed_s
+        spared = self.spared.scaled(self.durations.factor_after(newer.durations.events)) if left.n else Histogram()
+        return SectionStatistics(
+            self.key, durations, self.first.merged(newer.first), observed_s, spared.merged(newer.spared)
+        )
 
     def scaled(self, factor: float) -> SectionStatistics:
         """As if the same had been seen *factor* times: what a limit becomes with that many more events."""
         return SectionStatistics(
-            self.key, self.durations.scaled(factor), self.first.scaled(factor), self.observed_s * factor
+            self.key,
+            self.durations.scaled(factor),
+            self.first.scaled(factor),
+            self.observed_s * factor,
+            self.spared.scaled(factor),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -275,6 +327,7 @@ class SectionStatistics:
             "observed_s": round(self.observed_s, 3),
             "durations": self.durations.to_json(),
             "first": self.first.to_json(),
+            "spared": self.spared.to_json(),
         }
 
     @classmethod
@@ -288,7 +341,8 @@ class SectionStatistics:
             raise ValueError(f"statistics of a section must be an object with a 'section', got {str(data)[:80]}")
         key = SectionKey(data["section"], int(_number(data, "world_size")), str(data.get("configuration", "")))
         durations, first = Durations.from_json(data.get("durations")), Durations.from_json(data.get("first"))
-        return cls(key, durations, first, _number(data, "observed_s"))
+        spared = Histogram.from_json(data.get("spared", []))
+        return cls(key, durations, first, _number(data, "observed_s"), spared)
 
 
 class History:

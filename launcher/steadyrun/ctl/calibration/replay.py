@@ -96,7 +96,7 @@ def fired_as_it_grew(runs: Iterable[RunPasses], rule: Rule) -> Counter[str]:
                 known = current[p.section] = (n, longest_s if longest_s == longest_s else 0.0, rule(seen))
             if p.seconds >= known[2][1 if p.is_first else 0] and not p.is_warm_up:
                 out[p.section] += 1
-            seen.observe(p.seconds, p.rank, p.step, run.name, p.is_first)
+            seen.observe(p.seconds, p.rank, p.step, run.name, p.is_first, p.was_spared)
             seen.observe_wall(rate[p.section])
     return out
 
