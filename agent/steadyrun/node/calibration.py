@@ -34,7 +34,6 @@ RESTARTS: Final = "_restarts"
 LEAST_RESTART_S: Final = 10.0  # a few fast restarts do not show what a bad one costs
 WRITE_EVERY_S: Final = 15.0
 ORPHANS: Final = 20  # newest run folders that are looked into for statistics nobody has counted
-_OURS: Final = frozenset({"limits", "alarm"})
 _UNMARKED: Final = "the script does not mark its evaluations, so that time alone does not act"
 
 
@@ -93,7 +92,7 @@ class Calibration:
 
     def read(self, record: Mapping[str, Any]) -> None:
         """A record of the journal, as it is written."""
-        if record["type"] in _OURS:
+        if record["type"] == "alarm":
             return
         self._reader.read(record)
         if record["type"] == "steps":

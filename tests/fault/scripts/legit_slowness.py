@@ -1,8 +1,9 @@
 """A DDP job of two ranks that is slow now and then for good reasons, and at last hangs.
 
-Arguments: steps before the first trial, the trials' kinds with commas between them, or none, and ``hang`` or ``end``.
-In a trial one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limit that the
-agent has told by then.
+Arguments: the least number of steps before the first trial, the trials' kinds with commas between them, or none, and
+``hang`` or ``end``. The first trial waits until all sections have a soft limit. In a trial one thing takes ten times as
+long as a step; with ``+`` after its kind, longer than the soft limits that the agent has told by then: its own, and that
+of the step, in which the other rank waits for it.
 """
 
 import json
@@ -24,8 +25,9 @@ from steadyrun import watch
 RANK = int(os.environ["RANK"])
 EVENTS = Path(os.environ["EVENTS"])
 RUNS = Path(os.environ["RUNS"])
+BEYOND_S = 1.5  # in which the look at the ranks comes to its end
 APART = 12  # steps between two trials
-PACE_S = 0.02
+PACE_S = 0.005
 
 
 def tell(kind, **fields):
@@ -82,6 +84,13 @@ def evaluate(model, seconds):
             model(torch.randn(16, 8)).sum().item()
 
 
+def is_calibrated():
+    """Whether all sections have a soft limit, as rank 0 sees it."""
+    told = torch.tensor([min(soft_limit_s(name) for name in ("step", "checkpointing", "evaluation"))])
+    dist.broadcast(told, 0)
+    return told.item() > 0
+
+
 def main():
     before, trials, ending = int(sys.argv[1]), list(filter(None, sys.argv[2].split(","))), sys.argv[3]
     tell("start")
@@ -95,17 +104,20 @@ def main():
     source = iter(DataLoader(data, batch_size=4, num_workers=0))
     times_s = []
     began_s = time.monotonic()
-    steps = before + APART * len(trials) + APART // 2
-    for step in range(steps):
+    step, steps = 0, sys.maxsize
+    while step < steps:
+        if steps == sys.maxsize and step >= before and step % APART == 0 and is_calibrated():
+            before, steps = step, step + APART * len(trials) + APART // 2
         trial, place = divmod(step - before, APART)
-        kind = trials[trial] if 0 <= trial < len(trials) and place == 0 else ""
+        kind = trials[trial] if steps < sys.maxsize and trial < len(trials) and place == 0 else ""
         is_beyond, kind = kind.endswith("+"), kind.rstrip("+")
         culprit = trial % 2 == RANK
         stall_s = 0.0
         if kind:
             section = {"checkpoint": "checkpointing", "evaluation": "evaluation"}.get(kind, "step")
             soft_s = soft_limit_s(section)
-            stall_s = max(10 * statistics.median(times_s), soft_s + 1.0 if is_beyond else 0.0)
+            beyond_s = max(soft_s, soft_limit_s("step")) + BEYOND_S
+            stall_s = max(10 * statistics.median(times_s), beyond_s if is_beyond else 0.0)
             tell("trial", what=kind, seconds=stall_s, culprit=culprit, soft_s=soft_s, is_beyond=is_beyond)
         stall_s *= culprit
         if kind == "loader":
@@ -130,6 +142,7 @@ def main():
         times_s.append(now_s - began_s)
         began_s = now_s
         tell("step", step=step)
+        step += 1
     tell("done")
     dist.destroy_process_group()
 
