@@ -92,8 +92,8 @@ class Calibration:
 
     def read(self, record: Mapping[str, Any]) -> None:
         """A record of the journal, as it is written."""
-        if record["type"] == "alarm":
-            return
+        if record["type"] == "alarm" and record["stage"] != "spared":
+            return  # nobody asks this reader for those
         self._reader.read(record)
         if record["type"] == "steps":
             self._count(self._reader.take())

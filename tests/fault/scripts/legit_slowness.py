@@ -2,8 +2,8 @@
 
 Arguments: the least number of steps before the first trial, the trials' kinds with commas between them, or none, and
 ``hang`` or ``end``. The first trial waits until all sections have a soft limit. In a trial one thing takes ten times as
-long as a step; with ``+`` after its kind, longer than the soft limits that the agent has told by then: its own, and that
-of the step, in which the other rank waits for it.
+long as a step; with ``+`` after its kind, longer than the soft limits that the agent has told by then: its own, and
+that of the step, in which the other rank waits for it.
 """
 
 import json

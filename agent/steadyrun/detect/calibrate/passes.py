@@ -31,7 +31,8 @@ _KNOWN: Final = frozenset({SETUP, STEP, CHECKPOINTING}) | EVALUATION
 _ENDLESS: Final = float("inf")
 _PENDING: Final = 256  # places of a section that wait for a rank which may never come there
 _REMEMBERED: Final = 64
-_LOOKED_AFTER_S: Final = 1.0  # from the soft limit until the look at the ranks has been judged
+_LOOKS: Final = 64  # at ranks that were left alone, which are remembered
+_CLOCK_S: Final = 1.0  # by which what two threads wrote at the same time may be apart
 _LOOP_SHARE: Final = 0.5  # passes per step from which on a section counts as part of each step
 
 
@@ -81,6 +82,7 @@ class Pass:
         is_first: after a start.
         is_gap: the time between two steps, outside of sections.
         in_force: the limits that the agent went by then, or None where it had calibrated none.
+        was_spared: the ranks were looked at because of its soft limit, and nothing showed a hang.
     """
 
     attempt: int
@@ -92,18 +94,12 @@ class Pass:
     is_first: bool = False
     is_gap: bool = False
     in_force: InForce | None = None
+    was_spared: bool = False
 
     @property
     def is_warm_up(self) -> bool:
         """So soon after a start that calibrated limits are not applied to it."""
         return self.is_gap and self.index < WARM_UP_STEPS
-
-    @property
-    def was_spared(self) -> bool:
-        """It went on for so long after its soft limit that the ranks were looked at, and nothing showed a hang."""
-        if self.in_force is None or self.in_force.stage(self) != "soft":
-            return False
-        return self.seconds >= self.in_force.soft[self.section] + _LOOKED_AFTER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,30 @@ class _Steps:
     counts: dict[str, int]  # passes per section, those that are left out of the lists included
 
 
-_Longest = tuple[float, int, int | None, InForce | None]  # seconds, rank, step
+_Longest = tuple[float, int, int | None, InForce | None, bool]  # seconds, rank, step, ..., was spared
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Ranks were looked at in a pass, and left alone. ``section``: ``out_of_section`` between steps."""
+
+    section: str
+    since_s: float
+    after_s: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], at_s: float) -> _Look | None:
+        """From an ``alarm`` record; *at_s* is its time on the wall clock."""
+        suspicion = record.get("suspicion")
+        if record.get("stage") != "spared" or not isinstance(suspicion, Mapping):
+            return None
+        after_s = max(0.0, _number(record.get("at_s")) - _number(suspicion.get("since_s")))
+        return cls(str(suspicion.get("section") or OUT_OF_SECTION), at_s - after_s, after_s)
+
+    def was_in(self, section: str, seconds: float, ended_after_s: float) -> bool:
+        """Whether that was a pass of *section* which took *seconds* and ended after *ended_after_s*, or one like it."""
+        is_recent = self.since_s >= ended_after_s - seconds - _CLOCK_S
+        return section == self.section and seconds >= self.after_s and is_recent
 
 
 class _Rank:
@@ -277,6 +296,7 @@ class PassReader:
         self._started_s: float | None = None
         self._alarms: list[tuple[str, int, str, str, float]] = []  # node, attempt, stage, key, when
         self._in_force: dict[str, InForce] = {}  # by node
+        self._looks: dict[str, deque[_Look]] = {}  # by node
         self._restarts_told: set[int] = set()
 
     def read(self, record: Mapping[str, Any]) -> None:
@@ -299,24 +319,32 @@ class PassReader:
                 notes.last_s = max(notes.last_s, at_s)
                 for rank, told in record["ranks"].items():
                     if str(rank).isdecimal() and isinstance(told, Mapping):
-                        in_force = self._in_force.get(str(record.get("node")))
-                        self._read_steps(notes, int(rank), told, at_s, in_force)
+                        self._read_steps(notes, int(rank), told, at_s, str(record.get("node")))
             case "limits":
                 self._in_force[str(record.get("node"))] = InForce.of(record)
             case "alarm":
-                stage, key = str(record.get("stage")), str(record.get("key"))
-                self._alarms.append((str(record.get("node")), attempt, stage, key, at_s))
+                node, stage, key = (str(record.get(name)) for name in ("node", "stage", "key"))
+                look = _Look.of(record, at_s)
+                if look is None:
+                    self._alarms.append((node, attempt, stage, key, at_s))
+                else:
+                    self._looks.setdefault(node, deque(maxlen=_LOOKS)).append(look)
             case "suspicion" if isinstance(record.get("suspicion"), Mapping):
                 notes.suspicion = record["suspicion"]
             case "stop" if notes.stopped_s is None or at_s < notes.stopped_s:
                 notes.stopped_s, notes.trigger = at_s, str(record.get("trigger", ""))
                 notes.stalled_s = at_s - _number(record.get("delay_s"))
 
-    def _read_steps(
-        self, notes: _AttemptNotes, rank: int, told: Mapping[str, Any], at_s: float, in_force: InForce | None
-    ) -> None:
+    def _read_steps(self, notes: _AttemptNotes, rank: int, told: Mapping[str, Any], at_s: float, node: str) -> None:
         notes.ranks.add(rank)
         mine = notes.state.setdefault(rank, _Rank())
+        in_force = self._in_force.get(node)
+        looks = self._looks.get(node, ()) if in_force is not None else ()
+        since_s = mine.record_at_s or 0.0
+
+        def seen(name: str, seconds: float, step: int | None) -> _Longest:
+            return seconds, rank, step, in_force, any(k.was_in(name, seconds, since_s) for k in looks)
+
         steps = _steps_of(told)
         self._unread += int(_number(told.get("lost"))) + steps.unread_steps
         self._unread += sum(steps.counts[n] - len(d) for n, d in steps.sections.items())
@@ -335,8 +363,8 @@ class PassReader:
             if name in mine.held:
                 _join(joined, *mine.held[name])
             for place, seconds in enumerate(durations_s[:-1], start=at):
-                _join(joined, place, (seconds, rank, steps.newest, in_force))
-            mine.held[name] = (at + len(durations_s) - 1, (durations_s[-1], rank, steps.newest, in_force))
+                _join(joined, place, seen(name, seconds, steps.newest))
+            mine.held[name] = (at + len(durations_s) - 1, seen(name, durations_s[-1], steps.newest))
         place = mine.steps_seen + steps.unread_steps
         mine.steps_seen = place + len(steps.times_s)
         taken_off_s, inside_s = _inside_s(mine, steps)
@@ -344,7 +372,7 @@ class PassReader:
         first = None if steps.newest is None else steps.newest - len(steps.times_s) + 1
         for i, (whole_s, off_s) in enumerate(zip(steps.times_s, taken_off_s, strict=True)):
             step = None if first is None else first + i
-            _join(joined, place + i, (max(0.0, whole_s - off_s), rank, step, in_force))
+            _join(joined, place + i, seen(OUT_OF_SECTION, max(0.0, whole_s - off_s), step))
         mine.steps_s += sum(steps.times_s)
         mine.inside_s += sum(inside_s)
         mine.note_record(at_s, len(steps.times_s))
@@ -397,13 +425,13 @@ class PassReader:
         return out
 
     def _passes(self, number: int, name: str, place: int, told: _Longest) -> list[Pass]:
-        seconds, rank, step, in_force = told
+        seconds, rank, step, in_force, was_spared = told
         if name != OUT_OF_SECTION:
             is_first = place == 0 and name != SETUP
-            return [Pass(number, name, place, seconds, rank, step, is_first, in_force=in_force)]
+            return [Pass(number, name, place, seconds, rank, step, is_first, False, in_force, was_spared)]
         names = [] if self._own_step else [STEP]
         names += [OUT_OF_SECTION] if self._own_sections else []
-        return [Pass(number, n, place, seconds, rank, step, is_gap=True, in_force=in_force) for n in names]
+        return [Pass(number, n, place, seconds, rank, step, False, True, in_force, was_spared) for n in names]
 
     def result(self, name: str) -> RunPasses:
         out = RunPasses(name, self._configuration, self._started_s or 0.0, unread=self._unread)
