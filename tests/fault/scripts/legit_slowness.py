@@ -1,11 +1,12 @@
 """A DDP job of two ranks that is slow now and then for good reasons, and at last hangs.
 
-Arguments: the least number of steps before the first trial, the trials' kinds with commas between them, or none, and
-``hang`` or ``end``. The first trial waits until all sections have a soft limit. In a trial one thing takes ten times as
-long as a step; with ``+`` after its kind, longer than the soft limits that the agent has told by then: its own, and
-that of the step, in which the other rank waits for it.
+Arguments: the least number of steps before the first trial, the trials' kinds with commas between them, and ``hang`` or
+``end`` for what comes after them. Each waits until all sections have a soft limit and the agent has taken in what went
+before. In a trial one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limits
+that the agent has told by then: its own, and that of the step, in which the other rank waits for it.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -26,7 +27,8 @@ RANK = int(os.environ["RANK"])
 EVENTS = Path(os.environ["EVENTS"])
 RUNS = Path(os.environ["RUNS"])
 BEYOND_S = 1.5  # in which the look at the ranks comes to its end
-APART = 12  # steps between two trials
+APART = 12  # steps between two trials at least
+SETTLES_S = 6.0  # in which the agent writes down what ranks have done, and limits follow
 PACE_S = 0.005
 
 
@@ -84,15 +86,17 @@ def evaluate(model, seconds):
             model(torch.randn(16, 8)).sum().item()
 
 
-def is_calibrated():
-    """Whether all sections have a soft limit, as rank 0 sees it."""
-    told = torch.tensor([min(soft_limit_s(name) for name in ("step", "checkpointing", "evaluation"))])
+def is_settled(since_s):
+    """Whether limits stand and will not move soon, as rank 0 sees it."""
+    least_s = min(soft_limit_s(name) for name in ("step", "checkpointing", "evaluation"))
+    told = torch.tensor([float(least_s > 0 and time.monotonic() > since_s + SETTLES_S)])
     dist.broadcast(told, 0)
     return told.item() > 0
 
 
 def main():
-    before, trials, ending = int(sys.argv[1]), list(filter(None, sys.argv[2].split(","))), sys.argv[3]
+    before, trials = int(sys.argv[1]), list(filter(None, sys.argv[2].split(",")))
+    left = [*trials, "hang"] if sys.argv[3] == "hang" else list(trials)
     tell("start")
     dist.init_process_group("gloo")
     net = nn.Linear(8, 8)
@@ -104,16 +108,17 @@ def main():
     source = iter(DataLoader(data, batch_size=4, num_workers=0))
     times_s = []
     began_s = time.monotonic()
-    step, steps = 0, sys.maxsize
-    while step < steps:
-        if steps == sys.maxsize and step >= before and step % APART == 0 and is_calibrated():
-            before, steps = step, step + APART * len(trials) + APART // 2
-        trial, place = divmod(step - before, APART)
-        kind = trials[trial] if steps < sys.maxsize and trial < len(trials) and place == 0 else ""
+    settles_from_s = began_s
+    for step in itertools.count():
+        kind = ""
+        if step >= before and step % APART == 0 and is_settled(settles_from_s):
+            if not left:
+                break
+            kind = left.pop(0)
         is_beyond, kind = kind.endswith("+"), kind.rstrip("+")
-        culprit = trial % 2 == RANK
+        culprit = len(left) % 2 == RANK
         stall_s = 0.0
-        if kind:
+        if kind and kind != "hang":
             section = {"checkpoint": "checkpointing", "evaluation": "evaluation"}.get(kind, "step")
             soft_s = soft_limit_s(section)
             beyond_s = max(soft_s, soft_limit_s("step")) + BEYOND_S
@@ -126,7 +131,7 @@ def main():
         if kind == "recompilation" and culprit:
             torch.compile(lambda x, k=float(step): x * k, backend=slow_compiler(stall_s))(batch)
         time.sleep(PACE_S)
-        if step == steps - 1 and ending == "hang" and RANK == 1:
+        if kind == "hang" and RANK == 1:
             tell("hangs", soft_s=soft_limit_s("step"))
             threading.Event().wait()
         model(batch).sum().backward()
@@ -141,8 +146,9 @@ def main():
         now_s = time.monotonic()
         times_s.append(now_s - began_s)
         began_s = now_s
+        if kind:
+            settles_from_s = now_s
         tell("step", step=step)
-        step += 1
     tell("done")
     dist.destroy_process_group()
 

@@ -50,12 +50,16 @@ class InForce:
         return cls(*(_limits(record.get(part)) for part in ("soft", "hard", "first")))
 
     def stage(self, p: Pass) -> str:
-        """``hard`` or ``soft``, whichever limit the pass was beyond at last; else empty."""
+        """``hard`` or ``soft``, whichever limit the pass was beyond at last; else empty.
+
+        A pass in which limits became longer was beyond the soft one all the same when a look has spared it.
+        """
         if p.is_warm_up:
             return ""
         if p.seconds >= (self.first if p.is_first else self.hard).get(p.section, _ENDLESS):
             return "hard"
-        return "soft" if not p.is_first and p.seconds >= self.soft.get(p.section, _ENDLESS) else ""
+        soft_s = 0.0 if p.was_spared else self.soft.get(p.section, _ENDLESS)
+        return "soft" if not p.is_first and p.section in self.soft and p.seconds >= soft_s else ""
 
 
 @dataclass(slots=True)
