@@ -16,7 +16,7 @@ from jobs import Job, JobStarter
 
 from steadyrun.ctl.main import main
 
-BEFORE = 160  # steps; a few seconds, in which limits come down to some seconds
+BEFORE = 96  # steps at least; a few seconds, in which limits come down to some seconds
 # Each is ten times as long as a step; with ``+`` longer than the soft limit.
 SLOW_SECTIONS = "checkpoint+,evaluation+"
 SLOW_LOADER = "loader+,checkpoint+,evaluation+,recompilation"
