@@ -104,8 +104,8 @@ def test_time_alone_never_acts_within_what_was_spared() -> None:
 
 
 def test_stalls_that_come_again_and_again_are_not_looked_at_each_time() -> None:
-    few, many = seen(1000, stalls=1), seen(1000, stalls=40)
-    assert limits_of(few).soft_s < 12.0 < limits_of(many).soft_s
+    few, many = seen(1000, stalls=1, stall_s=40.0), seen(1000, stalls=100, stall_s=40.0)
+    assert limits_of(few).soft_s < 20.0 < 40.0 < limits_of(many).soft_s
 
 
 def test_an_evidence_that_errs_where_it_has_not_erred_lengthens() -> None:
