@@ -36,7 +36,7 @@ class Tried:
         self.job: Job = start(
             "legit_slowness.py", options, [BEFORE, trials, "hang"], run_dir=runs, env={"RUNS": str(runs)}
         )
-        self.exit_code = self.job.wait(150)
+        self.exit_code = self.job.wait(200)
 
     def calibrated(self) -> dict[str, Any]:
         out, err = io.StringIO(), io.StringIO()
