@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from steadyrun.core.errors import ConfigError
 from steadyrun.core.records import to_json
 from steadyrun.ctl.console import Console
 from steadyrun.ctl.files import write_atomically
-from steadyrun.ctl.paces.page import render_paces
-from steadyrun.ctl.paces.reading import AttemptPaces, RunPaces, Told, read_paces
-from steadyrun.ctl.paces.text import tell
 from steadyrun.ctl.runs import NotFoundError, open_run
+
+if TYPE_CHECKING:  # NumPy takes a fifth of a second to import, which other commands need not wait for
+    from steadyrun.ctl.paces.reading import AttemptPaces, RunPaces, Told
 
 __all__ = ["register"]
 
@@ -62,6 +62,10 @@ def register(commands: Any) -> None:
 
 def run_stragglers(args: argparse.Namespace, console: Console) -> int:
     """The exit code says whether somebody was slow."""
+    from steadyrun.ctl.paces.page import render_paces
+    from steadyrun.ctl.paces.reading import read_paces
+    from steadyrun.ctl.paces.text import tell
+
     paces = read_paces(open_run(args.where))
     shown = _shown(paces, args.attempt)
     if args.html:
