@@ -47,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell lets what it starts with `&` ignore SIGINT and SIGQUIT, nohup SIGHUP; children would inherit that, and
+    # tests that interrupt them would wait in vain.
+    usually = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    for number, usual in usually.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[MARKER] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     # Options of a surrounding job must not reach the launchers that tests start.

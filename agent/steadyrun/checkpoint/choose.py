@@ -273,7 +273,7 @@ def _usable(
 ) -> tuple[TierName | None, str]:
     """The nearest tier from which *rank* can load, or why there is none."""
     why_not = "not held"
-    for snapshot in sorted(held, key=lambda s: _NEAREST[s.tier]):
+    for snapshot in sorted(held, key=lambda s: (_NEAREST[s.tier], s.superseded, s.digest)):
         if snapshot.tier not in _IN_MEMORY:
             continue
         if snapshot.superseded:
@@ -326,7 +326,7 @@ def _folder_refusal(everybody: frozenset[int], same: Sequence[FolderOffer], reje
     folder = same[0]
     if folder.tier in _IN_MEMORY:
         return "a folder cannot be in memory"
-    problem = next((f.problem for f in same if f.problem), "")
+    problem = min((f.problem for f in same if f.problem), default="")
     if problem:
         return f"not complete: {problem}"
     if any(f.superseded for f in same):

@@ -126,6 +126,7 @@ def test_probe_looks_closer_at_a_rank_that_only_seems_to_stand_still(start_worke
     readings = ProbeRunner({0: worker.pid}, {0: path}, STACK_SIGNAL, 6.0, samples=4, closer=40).run()
     assert readings[0].stack_unchanged is False
     still = start_worker("sleeps")
+    wait_until(lambda: ProcessReader().state(still.pid) == "S", 10.0, "asleep")  # it says "ready" before it sleeps
     readings = ProbeRunner(
         {0: still.pid}, {0: still.folder / "stacks.txt"}, STACK_SIGNAL, 1.0, samples=3, closer=4
     ).run()
