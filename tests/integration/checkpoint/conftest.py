@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from steadyctl_calls import Told, ckpt
 
 from steadyrun.checkpoint.kinds import find_checkpoints, read_contents
 from steadyrun.checkpoint.verify import Report, verify
-from steadyrun.ctl.main import main
 
 
-@dataclass(frozen=True)
-class Told:
-    """What one call of steadyctl did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.out.split())
-
-
-@pytest.fixture
-def ckpt() -> Callable[..., Told]:
-    def call(*argv: object) -> Told:
-        out, err = io.StringIO(), io.StringIO()
-        code = main(["ckpt", *map(str, argv)], out, err, {}, 100)
-        return Told(code, out.getvalue(), err.getvalue())
-
-    return call
+@pytest.fixture(name="ckpt")
+def call_ckpt() -> Callable[..., Told]:
+    return ckpt
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from steadyctl_calls import Told, ckpt
 
 from steadyrun.checkpoint import commit
 from steadyrun.checkpoint.dcpfile import metadata_bytes
@@ -18,40 +17,11 @@ from steadyrun.checkpoint.layout import Entry, Layout, ObjectEntry, place, rank_
 from steadyrun.checkpoint.manifest import Manifest
 from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.shardfile import write_rank_files
-from steadyrun.ctl.main import main
 
 
-@dataclass(frozen=True)
-class Told:
-    """What one call of steadyctl did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.out.split())
-
-    @property
-    def error(self) -> str:
-        return " ".join(self.err.split())
-
-
-@pytest.fixture
-def ckpt() -> Callable[..., Told]:
-    """``ckpt("diff", a, b)``; 100 columns, no terminal."""
-
-    def call(*argv: object) -> Told:
-        out, err = io.StringIO(), io.StringIO()
-        code = main(["ckpt", *map(str, argv)], out, err, {}, 100)
-        return Told(code, out.getvalue(), err.getvalue())
-
-    return call
+@pytest.fixture(name="ckpt")
+def call_ckpt() -> Callable[..., Told]:
+    return ckpt
 
 
 def _state(seed: int) -> dict[str, Any]:
