@@ -35,7 +35,7 @@ STEPS_TIMED: Final = 4096  # newest steps of which it is known when they were
 class PaceNews(str, Enum):
     BEGAN = "began"
     ENDED = "ended"
-    LASTS = "lasts"  # it was there when the attempt ended
+    LASTS = "lasts"  # it was there when the attempt, or what it was compared with, ended
     BURSTS = "bursts"  # at the end: single slow steps now and then
 
 
@@ -74,6 +74,7 @@ class PaceJudge:
         self._has_begun = False
         self._at_unix_s: dict[int, float] = {}
         self._told: dict[tuple[Any, ...], Alarm] = {}  # as they were when they began
+        self._cut_short: list[PaceEvent] = []
 
     # -- in ------------------------------------------------------------------------------------------------------------
     def introduce(self, facts: NodeFacts) -> None:
@@ -84,6 +85,7 @@ class PaceJudge:
                 self._facts[rank.rank] = rank
                 self._nodes[rank.rank] = facts.node
         if self._watch is not None and (self.roles, self._nodes) != before:
+            self._cut_short += [self._event(PaceNews.LASTS, a) for a in self.open_alarms()]
             self._watch = None
 
     def add(self, rows: bytes, now_s: float) -> None:
@@ -120,7 +122,7 @@ class PaceJudge:
             return []
         self._has_begun = True
         until_s = self._cpu_s() + BUDGET_S
-        out: list[PaceEvent] = []
+        out, self._cut_short = self._cut_short, []
         while self._waiting:
             out += self._judge_one(self._waiting.popleft())
             if self._cpu_s() >= until_s:
@@ -134,7 +136,8 @@ class PaceJudge:
     def finish(self, now_s: float, unix_s: float) -> list[PaceEvent]:
         """The same for all that has come, complete or not; and what lasts. The attempt is over."""
         self._take_ready(inf, unix_s)
-        out = [event for frame in self._waiting for event in self._judge_one(frame)] if self._waiting else []
+        out, self._cut_short = self._cut_short, []
+        out += [event for frame in self._waiting for event in self._judge_one(frame)]
         self._waiting.clear()
         out += [self._event(PaceNews.LASTS, a) for a in self.open_alarms()]
         if self._watch is not None:

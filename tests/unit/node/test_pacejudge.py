@@ -255,3 +255,14 @@ def test_roles_that_come_late_make_it_learn_anew() -> None:
     assert course.go(LEARNED - 10) == [], "what is normal is not known yet, so nobody is slow"
     course.judge.introduce(facts("a", range(4), Role("all", ())))
     assert course.judge.judged == 2 * (LEARNED - 10), "the same told again changes nothing"
+
+
+def test_a_new_comparison_tells_what_the_old_one_leaves_open() -> None:
+    course = Course(4, slow_from(2, LEARNED))
+    (began,) = course.go(LEARNED + 60)
+    (before,) = course.judge.open_alarms()
+    course.judge.introduce(facts("a", range(4), Role("all", ())))
+    assert course.judge.open_alarms() == []
+    (left,) = course.go(LEARNED - 20)
+    assert (left.news, left.alarm) == (PaceNews.LASTS, before)
+    assert left.alarm.key == began.alarm.key
