@@ -1,8 +1,6 @@
 """Who is slow: false alarms, delays, group sizes, public traces and cost of the shipped detector; others' rules beside.
 
-Paces come from steadyrun.node.pacejudge import PaceJudge
-from steadyrun.node.timingwire import NodeFacts, RankFacts, TimingInbox, TimingOutbox
-from steadyrun.testing.pacesim: own-work times of jobs with the noise of real ones, in four regimes. The
+Paces come from steadyrun.testing.pacesim: own-work times of jobs with the noise of real ones, in four regimes. The
 detector is steadyrun's own at its one default, each job being a role of its own; other rules see the same paces.
 
 *false alarms*: new accusations of healthy ranks per rank and ten steps, each rule at the threshold it is shipped with.
@@ -337,7 +335,7 @@ def cost(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
 def leader(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     """The leading agent's whole way from the nodes' messages to a judged step; one step in each message."""
     nodes, local = 512, 8
-    judge, inbox = PaceJudge(nodes * local), TimingInbox()
+    judge, inbox = PaceJudge(nodes * local), TimingInbox(nodes)
     outboxes = [TimingOutbox() for _ in range(nodes)]
     ranks = [range(local * n, local * (n + 1)) for n in range(nodes)]
     facts = [
@@ -346,18 +344,14 @@ def leader(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     paces = np.exp(PaceStream(1, nodes * local, REGIMES["dense"], arguments.seed).chunk(140).astype(np.float64))
     taken = []
     for step, row in enumerate(paces.tolist()):
-        messages = []
+        messages = {}
         for n, outbox in enumerate(outboxes):
             outbox.put({r: [StepTiming(step, 0.0, 1.2, row[r], 0.3, 0.6, 0.05, 0.05, 0.0, 0.2, 0.9)] for r in ranks[n]})
-            messages.append(outbox.message(facts[n]))
+            messages[n] = outbox.message(facts[n])
         started = time.thread_time()
-        rows = []
-        for n, message in enumerate(messages):
-            new, changed = inbox.take(n, message)
-            if changed is not None:
-                judge.introduce(changed)
-            rows.append(new)
-        judge.add(b"".join(rows), float(step))
+        told = inbox.take(messages)
+        judge.introduce(*told.facts.values())
+        judge.add(told.rows, float(step))
         judge.judge(float(step), float(step))
         taken.append(time.thread_time() - started)
     late = np.array(taken[90:]) * 1e3

@@ -77,14 +77,18 @@ class PaceJudge:
         self._cut_short: list[PaceEvent] = []
 
     # -- in ------------------------------------------------------------------------------------------------------------
-    def introduce(self, facts: NodeFacts) -> None:
-        """Who a node's ranks are. Where roles or places change, what was learned so far counts no more."""
-        before = self.roles, dict(self._nodes)
-        for rank in facts.ranks:
-            if 0 <= rank.rank < self.world_size:
-                self._facts[rank.rank] = rank
-                self._nodes[rank.rank] = facts.node
-        if self._watch is not None and (self.roles, self._nodes) != before:
+    def introduce(self, *nodes: NodeFacts) -> None:
+        """Who the ranks of *nodes* are. Where roles or places change, what was learned so far counts no more."""
+        is_new = False
+        for node in nodes:
+            for facts in node.ranks:
+                rank = facts.rank
+                if not 0 <= rank < self.world_size:
+                    continue
+                before = self._facts.get(rank)
+                is_new |= self._nodes.get(rank) != node.node or (before.role if before else None) != facts.role
+                self._facts[rank], self._nodes[rank] = facts, node.node
+        if is_new and self._watch is not None:
             self._cut_short += [self._event(PaceNews.LASTS, a) for a in self.open_alarms()]
             self._watch = None
 

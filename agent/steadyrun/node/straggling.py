@@ -117,8 +117,8 @@ class Straggling:
         self._acts = action == ACTIONS[1]
         self._turn: _Turn | None = None
         self._outbox = TimingOutbox()
-        self._inbox = TimingInbox()
-        self._heard: list[bytes] = []
+        self._inbox = TimingInbox(1)
+        self._heard: dict[int, bytes] = {}  # by group rank, a message that was not read yet
         self._rows: dict[int, list[StepTiming]] = {}
         self._facts = NodeFacts(node)
         self._roles: dict[int, tuple[int, Role | None]] = {}  # by rank: of which file (mtime), and what it says
@@ -145,7 +145,8 @@ class Straggling:
         self.end_attempt()
         is_leader = channel is None or channel.is_leader
         self._turn = _Turn(attempt, world_size, channel, PaceJudge(world_size) if is_leader else None)
-        self._outbox, self._inbox, self._heard, self._rows = TimingOutbox(), TimingInbox(), [], {}
+        self._outbox, self._inbox = TimingOutbox(), TimingInbox(1 if channel is None else channel.group_world_size)
+        self._heard, self._rows = {}, {}
         self._facts, self._hosts_store = NodeFacts(self._node), hosts_store
         self._roles.clear()
         self._groups.clear()
@@ -163,7 +164,7 @@ class Straggling:
         turn, self._turn = self._turn, None
         if turn is None or turn.judge is None:
             return
-        self._add_heard(turn.judge)
+        self._read_heard(turn.judge)
         for event in turn.judge.finish(self._clock.now_s(), self._clock.unix_s()):
             self._tell(turn, event)
 
@@ -205,15 +206,22 @@ class Straggling:
         turn = self._turn
         if turn is None or turn.judge is None or message.attempt != turn.attempt or not message.payload:
             return
-        try:
-            rows, facts = self._inbox.take(message.group_rank, message.payload)
-        except ValueError as e:
-            log.warning("timings_unreadable", group_rank=message.group_rank, error=str(e))
-            return
-        if facts is not None:
-            self._groups[message.group_rank] = facts
-            turn.judge.introduce(facts)
-        self._heard.append(rows)
+        if message.group_rank in self._heard:  # the loop was busy for so long; the newer one may not hold all blocks
+            self._read_heard(turn.judge)
+        self._heard[message.group_rank] = message.payload
+
+    def _read_heard(self, judge: PaceJudge) -> None:
+        """What this node's ranks told and what was heard of the other nodes, all at once."""
+        own, self._rows = self._outbox.put(self._rows) if self._rows else b"", {}
+        told = self._inbox.take(self._heard)
+        self._heard = {}
+        for group_rank, why in told.refused.items():
+            log.warning("timings_unreadable", group_rank=group_rank, error=why)
+        if told.facts:
+            self._groups.update(told.facts)
+            judge.introduce(*told.facts.values())
+        if own or told.rows:
+            judge.add(own + told.rows, self._clock.now_s())
 
     def _look_at_roles(self, turn: _Turn, places: Iterable[RankPlace]) -> None:
         ranks = tuple(
@@ -240,10 +248,7 @@ class Straggling:
 
     # -- judging (leader) ----------------------------------------------------------------------------------------------
     def _judge(self, turn: _Turn, judge: PaceJudge, now_s: float) -> None:
-        if self._rows:
-            self._heard.append(self._outbox.put(self._rows))
-            self._rows = {}
-        self._add_heard(judge)
+        self._read_heard(judge)
         for event in judge.judge(now_s, self._clock.unix_s()):
             self._tell(turn, event)
         if now_s >= self._next_figures_s:
@@ -253,11 +258,6 @@ class Straggling:
         if self._acts and now_s >= self._next_advice_s:
             self._next_advice_s = now_s + ADVICE_S
             self._advise(turn, judge, now_s)
-
-    def _add_heard(self, judge: PaceJudge) -> None:
-        if self._heard:
-            judge.add(b"".join(self._heard), self._clock.now_s())
-            self._heard.clear()
 
     # -- telling (leader) ----------------------------------------------------------------------------------------------
     def _tell(self, turn: _Turn, event: PaceEvent) -> None:
