@@ -21,7 +21,9 @@ import sys
 from _thread import allocate_lock, get_ident
 from time import monotonic, time
 
+from steadyrun.core.boot import boot_id
 from steadyrun.core.sockets import reachable
+from steadyrun.watch.files import write_whole
 from steadyrun.watch.jsontext import render
 
 TYPE_CHECKING = False
@@ -130,7 +132,7 @@ class FlightWatch:
             "attempt": setup.attempt,
             "world_size": _number(os.environ.get("WORLD_SIZE")),
             "host": os.uname().nodename,
-            "boot_id": _boot_id(),
+            "boot_id": boot_id(),
             "torch": str(getattr(torch, "__version__", "")),
             "groups": list(_groups()),
             "recorders": [name for name, _ in recorders],
@@ -208,18 +210,7 @@ class FlightWatch:
                 os.close(folder)
 
     def _write(self, name: str, content: bytes) -> None:
-        temporary = os.path.join(self._setup.rank_dir, f".{name}.{os.getpid()}.{get_ident()}")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            left = memoryview(content)
-            while left:
-                left = left[os.write(fd, left) :]
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        finally:
-            os.close(fd)
-        os.replace(temporary, os.path.join(self._setup.rank_dir, name))
+        write_whole(os.path.join(self._setup.rank_dir, name), content)
 
 
 class _NoServerError(Exception):
@@ -389,11 +380,3 @@ def _pipe(rank: int) -> str | None:
     prefix = os.environ.get(_PIPE_PREFIX)
     path = f"{prefix}{rank}.pipe" if prefix else ""
     return path if path and os.path.exists(path) else None
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

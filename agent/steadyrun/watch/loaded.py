@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
+from steadyrun.watch.files import write_whole
 from steadyrun.watch.jsontext import render
 
 TYPE_CHECKING = False
@@ -40,16 +40,8 @@ class LoadedReport:
     def write(self) -> None:
         """Write the report (atomically). Takes milliseconds, more on a slow file system."""
         data = {"modules": preloadable(), "env_before_torch": self._changed}
-        temporary = f"{self._path}.{os.getpid()}"
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                text = memoryview(render(data).encode())
-                while text:
-                    text = text[os.write(fd, text) :]
-            finally:
-                os.close(fd)
-            os.replace(temporary, self._path)
+            write_whole(self._path, render(data).encode())
         except OSError:
             return  # the next standby imports less
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from steadyrun.watch.files import write_whole
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,8 +61,4 @@ def write_role(rank_dir: str, coordinates: Mapping[str, int]) -> None:
     import json
 
     told = {"schema": SCHEMA, "mesh": dict(coordinates), "key": key_of(coordinates)}
-    path = os.path.join(rank_dir, "role.json")
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w", opener=lambda p, flags: os.open(p, flags, 0o600)) as f:
-        json.dump(told, f)
-    os.replace(temporary, path)
+    write_whole(os.path.join(rank_dir, "role.json"), json.dumps(told).encode())

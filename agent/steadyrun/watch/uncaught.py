@@ -7,6 +7,7 @@ import sys
 from time import time
 
 from steadyrun.core.layout import F_EXCEPTION
+from steadyrun.watch.files import write_whole
 from steadyrun.watch.jsontext import render
 
 TYPE_CHECKING = False
@@ -117,13 +118,7 @@ class ExceptionRecorder:
         self._recorded = value
         try:
             data = exception_record(kind, value, trace, self._marks.last_step(), time())
-            temporary = os.path.join(self._rank_dir, f".exception.json.{os.getpid()}")
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, render(data).encode())
-            finally:
-                os.close(fd)
-            os.replace(temporary, os.path.join(self._rank_dir, "exception.json"))
+            write_whole(os.path.join(self._rank_dir, "exception.json"), render(data).encode())
             self._marks.set_flag(F_EXCEPTION)
             if not issubclass(kind, KeyboardInterrupt):
                 self._call_recorded()

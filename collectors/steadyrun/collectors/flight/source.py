@@ -25,6 +25,7 @@ from steadyrun.collectors.flight.sidecar import DumpFile, Sidecar
 from steadyrun.collectors.flight.summarise import summarise
 from steadyrun.collectors.flight.unpickle import Dump, DumpError, load_dump
 from steadyrun.collectors.process import ProcessReader
+from steadyrun.core.boot import boot_id
 from steadyrun.core.flight import RankFlight
 
 __all__ = ["FlightSource"]
@@ -79,7 +80,7 @@ class FlightSource:
             local_rank=target.local_rank,
             world_size=live.world_size if live is not None else None,
             host=(live.host if live is not None else "") or socket.gethostname(),
-            boot_id=(live.boot_id if live is not None else "") or _boot_id(),
+            boot_id=(live.boot_id if live is not None else "") or boot_id(),
             pid=target.pid,
             attempt=target.attempt,
             run_id=self.run_id,
@@ -217,10 +218,3 @@ def _recorder_of(dump: Dump | None) -> str:
             if colon and _BACKEND.fullmatch(backend):
                 return backend
     return LEGACY_NCCL
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
