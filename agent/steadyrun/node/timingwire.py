@@ -3,7 +3,7 @@
 A message holds the rows of the last few seconds, as many blocks as were made, newest first, each with a number that
 goes up by one: a leader that misses a message finds its rows in the next one, and takes no block twice. Behind them
 comes what seldom changes (the node's name, who its ranks are), as JSON that is only read where its version is another.
-All heads have one size, so that a leader reads those of hundreds of nodes as one array.
+All is in pieces of the size of a row, so that a leader reads the messages of hundreds of nodes as one array.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steadyrun.core.timing import Role, StepTiming
 from steadyrun.detect.straggler import TimingBlock
@@ -24,20 +25,18 @@ from steadyrun.detect.straggler.align import RECORD_BYTES
 __all__ = ["NodeFacts", "PacesTold", "RankFacts", "TimingInbox", "TimingOutbox"]
 
 BLOCKS: Final = 3
-# magic, number of the newest block, blocks, version of the facts, their bytes, bytes of each block (0: there is none)
-HEAD: Final = struct.Struct(f"<4sIHHI{BLOCKS}I")
-HEADS: Final = np.dtype(
-    [
-        ("magic", "S4"),
-        ("number", "<u4"),
-        ("blocks", "<u2"),
-        ("version", "<u2"),
-        ("facts", "<u4"),
-        ("sizes", "<u4", (BLOCKS,)),
-    ]
-)
+# magic, number of the newest block, blocks, version of the facts, their bytes, rows of each block; then nothing
+HEAD: Final = struct.Struct(f"<4sIHHI{BLOCKS}I{RECORD_BYTES - 16 - 4 * BLOCKS}x")
+KNOWN: Final = struct.Struct("<4sIHHI")  # the part of a head that is known before it comes, as a rule
+PIECE: Final = np.dtype(f"V{RECORD_BYTES}")
+WORD: Final = np.dtype("<u4")
+ONES: Final = np.ones(BLOCKS, np.int64)
+NUMBER: Final = 1  # which word of a head it is
+FACTS: Final = 3
+ROWS: Final = slice(4, 4 + BLOCKS)
 MAGIC: Final = b"SRP2"
 VERSIONS: Final = 1 << 16
+MOST_NUMBER: Final = (1 << 32) - 1
 MOST_BLOCK_BYTES: Final = 96 << 10  # three of them fit into a value of the store
 MOST_NAME: Final = 200
 
@@ -124,9 +123,9 @@ class TimingOutbox:
         """The newest blocks and *facts* (``NodeFacts.to_bytes``)."""
         if facts != self._facts:
             self._facts, self._version = facts, (self._version + 1) % VERSIONS
-        sizes = [*map(len, self._blocks), *[0] * (BLOCKS - len(self._blocks))]
-        head = HEAD.pack(MAGIC, self._number, len(self._blocks), self._version, len(facts), *sizes)
-        return b"".join((head, *self._blocks, facts))
+        rows = [*(len(b) // RECORD_BYTES for b in self._blocks), *[0] * (BLOCKS - len(self._blocks))]
+        head = HEAD.pack(MAGIC, self._number, len(self._blocks), self._version, len(facts), *rows)
+        return b"".join((head, *self._blocks, facts, bytes(-len(facts) % RECORD_BYTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,78 +148,80 @@ class TimingInbox:
 
     def __init__(self, nodes: int) -> None:
         """*nodes*: how many there are; group ranks are below it."""
-        self._numbers = np.zeros(nodes, np.int64)  # of the newest block taken of each node
-        self._versions = np.full(nodes, -1, np.int32)  # of its facts
+        # What the head of each node's next message should begin with; all zero where it has sent none.
+        self._expected = np.zeros((nodes, KNOWN.size // WORD.itemsize), WORD)
 
     def take(self, messages: Mapping[int, bytes]) -> PacesTold:
         """*messages* by group rank, one of each node at most.
 
         As a rule each has one new block and facts that are known. All that are so are read at once: a leader with
-        hundreds of nodes has half a microsecond for each.
+        hundreds of nodes has a microsecond for each.
         """
         facts: dict[int, NodeFacts] = {}
-        refused = self._unfit(messages)
-        if refused:
-            messages = {g: m for g, m in messages.items() if g not in refused}
-        values = list(messages.values())
-        groups = np.fromiter(messages, np.intp, len(values))
-        heads = np.frombuffer(b"".join([m[: HEAD.size] for m in values]), HEADS)
-        numbers, sizes = heads["number"].astype(np.int64), heads["sizes"].astype(np.int64)
-        lengths = np.fromiter(map(len, values), np.int64, len(values))
-        is_sound = (heads["magic"] == MAGIC) & (heads["blocks"] <= BLOCKS) & (sizes % RECORD_BYTES == 0).all(axis=1)
-        is_sound &= HEAD.size + sizes.sum(axis=1) + heads["facts"] == lengths
-        is_usual = is_sound & (heads["blocks"] > 0) & (numbers == self._numbers[groups] + 1)
-        is_usual &= heads["version"] == self._versions[groups]
+        refused: dict[int, str] = {}
+        groups, values, pieces = self._fitting(messages, refused)
+        joined = np.frombuffer(b"".join(values), PIECE)
+        starts = np.cumsum(pieces) - pieces
+        heads = joined[starts].view(WORD).reshape(len(values), RECORD_BYTES // WORD.itemsize)
+        begins, expected = heads.view(np.uint64), self._expected[groups].view(np.uint64)
+        is_usual = (begins[:, 0] == expected[:, 0]) & (begins[:, 1] == expected[:, 1])
+        rows_each = heads[:, ROWS].astype(np.int64)
+        is_usual &= 1 + rows_each @ ONES + (heads[:, FACTS] + (RECORD_BYTES - 1)) // RECORD_BYTES == pieces
         rows: list[bytes] = []
         if not is_usual.all():
             for at in np.nonzero(~is_usual)[0].tolist():
-                group_rank, message = int(groups[at]), values[at]
-                try:
-                    if not is_sound[at]:
-                        raise ValueError(f"{len(message)} bytes that begin with {message[:4]!r} do not fit their head")
-                    told = self._facts_of(group_rank, message, int(heads["version"][at]), int(heads["facts"][at]))
-                except ValueError as e:
-                    refused[group_rank] = str(e)
-                    continue
-                if told is not None:
-                    facts[group_rank] = told
-                new = min(int(numbers[at] - self._numbers[group_rank]), int(heads["blocks"][at]))
-                rows += _blocks(message, sizes[at].tolist(), new)
-                self._numbers[group_rank] = numbers[at]
-            values = [values[at] for at in np.nonzero(is_usual)[0].tolist()]
-            groups, numbers, sizes = groups[is_usual], numbers[is_usual], sizes[is_usual]
-        ends = (HEAD.size + sizes[:, 0]).tolist()
-        rows += [m[HEAD.size : end] for m, end in zip(values, ends, strict=True)]
-        self._numbers[groups] = numbers
-        return PacesTold(b"".join(rows), facts, refused)
+                rows += self._take_one(int(groups[at]), values[at], facts, refused)
+            groups, starts, rows_each = groups[is_usual], starts[is_usual], rows_each[is_usual]
+        self._expected[groups, NUMBER] += 1
+        counts = rows_each[:, 0]
+        newest = np.repeat(starts + 1 - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        return PacesTold(b"".join((*rows, joined[newest].tobytes())), facts, refused)
 
-    def _unfit(self, messages: Mapping[int, bytes]) -> dict[int, str]:
-        """Why messages have no head, or belong to nobody."""
-        known = len(self._numbers)
-        if not messages or (
-            min(map(len, messages.values())) >= HEAD.size and 0 <= min(messages) <= max(messages) < known
-        ):
-            return {}
-        return {
-            g: f"{len(m)} bytes are too few" if 0 <= g < known else f"it is none of {known} nodes"
-            for g, m in messages.items()
-            if len(m) < HEAD.size or not 0 <= g < known
-        }
+    def _fitting(
+        self, messages: Mapping[int, bytes], refused: dict[int, str]
+    ) -> tuple[NDArray[np.intp], list[bytes], NDArray[np.int64]]:
+        """Group ranks, messages and their pieces, without those that are no pieces or are nobody's."""
+        known = len(self._expected)
+        values = list(messages.values())
+        groups = np.fromiter(messages, np.intp, len(values))
+        lengths = np.fromiter(map(len, values), np.int64, len(values))
+        pieces = lengths // RECORD_BYTES
+        fits = (pieces * RECORD_BYTES == lengths) & (pieces > 0) & (groups >= 0) & (groups < known)
+        if fits.all():
+            return groups, values, pieces
+        for at in np.nonzero(~fits)[0].tolist():
+            rank = int(groups[at])
+            refused[rank] = f"{lengths[at]} bytes are no message" if 0 <= rank < known else f"there are {known} nodes"
+        return groups[fits], [values[at] for at in np.nonzero(fits)[0].tolist()], pieces[fits]
 
-    def _facts_of(self, group_rank: int, message: bytes, version: int, size: int) -> NodeFacts | None:
-        """Those of *message* where they are not known yet. Raises ValueError."""
-        if version == self._versions[group_rank]:
-            return None
-        told = NodeFacts.from_bytes(message[len(message) - size :])
-        self._versions[group_rank] = version
-        return told
+    def _take_one(
+        self, group_rank: int, message: bytes, facts: dict[int, NodeFacts], refused: dict[int, str]
+    ) -> list[bytes]:
+        """New blocks of *message*, which may be any, the oldest first."""
+        magic, number, count, version, size, *rows = HEAD.unpack_from(message)
+        pieces = 1 + sum(rows) + -(-size // RECORD_BYTES)
+        if magic != MAGIC or count > BLOCKS or number >= MOST_NUMBER or len(message) != pieces * RECORD_BYTES:
+            refused[group_rank] = f"{len(message)} bytes that begin with {magic!r} are not what their head says"
+            return []
+        was_told, following, _, known_version, known_size = KNOWN.unpack(self._expected[group_rank].tobytes())
+        if was_told != MAGIC or (version, size) != (known_version, known_size):
+            at = RECORD_BYTES * (1 + sum(rows))
+            try:
+                facts[group_rank] = NodeFacts.from_bytes(message[at : at + size])
+            except ValueError as e:
+                refused[group_rank] = str(e)
+                return []
+        expected = KNOWN.pack(MAGIC, number + 1, min(count + 1, BLOCKS), version, size)
+        self._expected[group_rank] = np.frombuffer(expected, WORD)
+        new = number + 1 - following if was_told == MAGIC else number
+        return _blocks(message, rows[: min(max(new, 0), count)])
 
 
-def _blocks(message: bytes, sizes: Sequence[int], count: int) -> list[bytes]:
-    """The *count* newest blocks of *message*, the oldest of them first."""
+def _blocks(message: bytes, rows_each: Sequence[int]) -> list[bytes]:
+    """The first blocks of *message*, of so many rows each, the last and oldest one first."""
     out: list[bytes] = []
     at = HEAD.size
-    for size in sizes[: max(count, 0)]:
-        out.append(message[at : at + size])
-        at += size
+    for rows in rows_each:
+        out.append(message[at : at + rows * RECORD_BYTES])
+        at += rows * RECORD_BYTES
     return out[::-1]

@@ -104,6 +104,16 @@ def _packed(rank: int, t: StepTiming) -> bytes:
     return ROW.pack(t.step, rank, *values)
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step that was not given out yet; ``values`` mean something where ``is_told``."""
+
+    values: NDArray[np.float32]
+    is_told: NDArray[np.bool_]
+    since_s: float
+    is_whole: bool = False
+
+
 class StepAlignment:
     """Collects blocks; gives a step out when all ranks have told it, or when it has waited long enough for the rest.
 
@@ -117,9 +127,7 @@ class StepAlignment:
         self.patience_s = patience_s
         self.most_steps = most_steps
         self.late = 0
-        self._values: dict[int, NDArray[np.float32]] = {}
-        self._since_s: dict[int, float] = {}
-        self._told: dict[int, int] = {}
+        self._steps: dict[int, _Step] = {}
         self._newest = np.full(world_size, -1, np.int64)  # step that each rank told last
         self._is_back = np.zeros(world_size, np.bool_)  # has told a lower step than before, and none that counts since
         self._given = -1
@@ -127,10 +135,10 @@ class StepAlignment:
     def add(self, block: TimingBlock, now_s: float) -> None:
         """*block* came at *now_s* (monotonic)."""
         records = block.records
-        ranks = np.ascontiguousarray(records["rank"])
+        ranks = records["rank"].astype(np.intp)
         if len(ranks) and (int(ranks.min()) < 0 or int(ranks.max()) >= self.world_size):
             records = records[(ranks >= 0) & (ranks < self.world_size)]
-            ranks = np.ascontiguousarray(records["rank"])
+            ranks = records["rank"].astype(np.intp)
         if not len(records):
             return
         steps = np.ascontiguousarray(records["step"])
@@ -143,7 +151,7 @@ class StepAlignment:
             mine = steps == step
             self._add_step(step, ranks[mine], records["values"][mine], now_s)
 
-    def _note_returns(self, ranks: NDArray[np.int32], steps: NDArray[np.int64], first: int) -> None:
+    def _note_returns(self, ranks: NDArray[np.intp], steps: NDArray[np.int64], first: int) -> None:
         if first > self._given:
             self._is_back[ranks] = False
         else:
@@ -153,35 +161,37 @@ class StepAlignment:
                 self.restart()
         self._newest[ranks] = steps
 
-    def _add_step(self, step: int, ranks: NDArray[np.int32], values: NDArray[np.float32], now_s: float) -> None:
+    def _add_step(self, step: int, ranks: NDArray[np.intp], values: NDArray[np.float32], now_s: float) -> None:
         if step <= self._given:
             self.late += len(ranks)
             return
-        kept = self._values.get(step)
+        kept = self._steps.get(step)
         if kept is None:
-            kept = np.full((self.world_size, len(FIELDS)), np.nan, np.float32)
-            self._values[step] = kept
-            self._since_s[step] = now_s
-        kept[ranks] = values
-        self._told[step] = self.world_size - int(np.isnan(kept[:, AT["wall_s"]]).sum())
+            kept = self._steps[step] = _Step(
+                np.empty((self.world_size, len(FIELDS)), np.float32), np.zeros(self.world_size, np.bool_), now_s
+            )
+        kept.values[ranks] = values
+        kept.is_told[ranks] = True
+        kept.is_whole = bool(kept.is_told.all())
 
     def ready(self, now_s: float) -> list[StepFrame]:
         """Steps that are complete, or have waited enough, in order; a later complete step does not overtake."""
         out: list[StepFrame] = []
-        for step in sorted(self._values):
-            waited = now_s - self._since_s[step] >= self.patience_s
-            if self._told[step] < self.world_size and not waited and len(self._values) <= self.most_steps:
+        for step in sorted(self._steps):
+            kept = self._steps[step]
+            waited = now_s - kept.since_s >= self.patience_s
+            if not kept.is_whole and not waited and len(self._steps) <= self.most_steps:
                 break
-            out.append(_frame(step, self._values.pop(step)))
-            del self._told[step], self._since_s[step]
+            if not kept.is_whole:
+                kept.values[~kept.is_told] = np.nan
+            out.append(_frame(step, kept.values))
+            del self._steps[step]
             self._given = step
         return out
 
     def restart(self) -> None:
         """Forget everything: another attempt counts its steps from somewhere else."""
-        self._values.clear()
-        self._told.clear()
-        self._since_s.clear()
+        self._steps.clear()
         self._newest.fill(-1)
         self._is_back.fill(False)
         self._given = -1
@@ -189,10 +199,10 @@ class StepAlignment:
 
 def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
     columns = values.T.astype(np.float64, order="C")
-    is_unknown: NDArray[np.bool_] = np.asarray(np.isnan(columns).all(axis=1))
 
     def column(name: str) -> Floats | None:
-        return None if is_unknown[AT[name]] else columns[AT[name]]
+        found = columns[AT[name]]
+        return None if found[0] != found[0] and np.isnan(found).all() else found  # most often the first rank tells
 
     told = columns[AT["flags"]]
     has_flag = told > 0

@@ -22,7 +22,7 @@ from steadyrun.detect.straggler.config import StragglerConfig
 from steadyrun.detect.straggler.records import Floats
 from steadyrun.detect.straggler.threshold import ThresholdTable
 
-__all__ = ["Chart", "medians"]
+__all__ = ["WORTH", "Chart", "medians"]
 
 REFRESH: Final = 10  # steps between new thresholds: scales change slowly
 NORMAL: Final = 1.4826  # standard deviation by median absolute deviation
@@ -96,6 +96,7 @@ class Chart:
         self.members = np.full((len(groups), width), -1, dtype=np.intp)
         for row, group in zip(self.members, groups, strict=True):
             row[: len(group)] = group
+        self.ranks = self.members[self.members >= 0]
         self.sizes = np.array([len(g) for g in groups])
         self._warm = config.warm_steps if warm_steps is None else warm_steps
         self._learn = config.learn_steps if learn_steps is None else learn_steps
@@ -128,7 +129,11 @@ class Chart:
         self._common_work = self._work_square = 0.0  # running mean products: work by time, work by work
         self.is_ready = False
         self.fed = 0
-        self._own_bias = math.inf if is_alone else config.own_bias
+        self._set_bounds()
+
+    def _set_bounds(self) -> None:
+        self._least_bias = self._anchor - self.config.own_bias
+        self._most_bias = self._anchor + self.config.own_bias
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def feed(self, values: Floats, step: int, elapsed_s: float, work: Floats | None = None) -> None:
@@ -205,6 +210,7 @@ class Chart:
             self.bias = np.clip(middle * weight, -config.own_bias, config.own_bias)
             if self._is_few:
                 self._unsure = np.sqrt(natural * (1 - weight))
+        self._set_bounds()
         self.level = middle.copy()
         self._log_scale = np.log(scale)
         self.scale = scale
@@ -236,27 +242,36 @@ class Chart:
         else:
             whole = np.where(known, residual, 0.0)
             offset = np.where(known, offset, self.level)
-        gain = _between(whole / scale - self.reference, -self.leak, self.spike)
+        # In place from here on: with thousands of ranks, fresh memory costs more than the sums.
+        gain = whole / scale
+        gain -= self.reference
+        np.minimum(np.maximum(gain, -self.leak, out=gain), self.spike, out=gain)
         if counts is not None:
             gain[~known] = 0.0
         was_zero = self.evidence == 0
-        evidence = _between(self.evidence + gain, 0.0, CAP * self.height)
+        evidence = self.evidence
+        evidence += gain
+        np.minimum(np.maximum(evidence, 0.0, out=evidence), CAP * self.height, out=evidence)
         on = evidence > 0
-        begins = on & was_zero
+        begins = np.logical_and(on, was_zero, out=was_zero)
         if begins.any():
             self.first_step[begins] = step
             self.first_s[begins] = elapsed_s
-        self.evidence = evidence
-        bounded = _between(whole, -CLIP, CLIP)
-        self.excess = (self.excess + bounded) * on
-        self.steps = (self.steps + (1.0 if counts is None else known)) * on
-        self.level += LEVEL * (_between(offset, -CLIP, CLIP) - self.level)
+        bounded = np.minimum(np.maximum(whole, -CLIP, out=gain), CLIP, out=gain)
+        self.excess += bounded
+        self.excess *= on
+        self.steps += 1.0 if counts is None else known
+        self.steps *= on
+        bounded = np.minimum(np.maximum(offset, -CLIP, out=gain), CLIP, out=gain)
+        bounded -= self.level
+        bounded *= LEVEL
+        self.level += bounded
         limit = 3 * scale
-        drift = self.config.bias_step * _between(whole, -limit, limit)
-        drift[evidence >= self.height / 2] = 0.0
-        self.bias = _between(
-            self.bias + drift, self._anchor - self.config.own_bias, self._anchor + self.config.own_bias
-        )
+        drift = np.minimum(np.maximum(whole, -limit, out=gain), limit, out=gain)
+        drift *= self.config.bias_step
+        drift *= evidence < self.height / 2
+        self.bias += drift
+        np.minimum(np.maximum(self.bias, self._least_bias, out=self.bias), self._most_bias, out=self.bias)
 
     def _rescale(self, residual: Floats, known: NDArray[np.bool_], counts: NDArray[np.intp] | None) -> None:
         config = self.config
@@ -299,6 +314,10 @@ class Chart:
         worth = self.mean_excess >= WORTH * self.config.effect
         return high & worth & (elapsed_s - self.first_s >= self.config.least_s)
 
+    def forget(self, row: int, column: int) -> None:
+        """The evidence of one: it counts from nothing again."""
+        self.evidence[row, column] = self.excess[row, column] = self.steps[row, column] = 0.0
+
     # -- keeping it ----------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """Plain lists and numbers; unfinished learning is not kept."""
@@ -320,6 +339,7 @@ class Chart:
             current = getattr(self, name)
             setattr(self, name, np.array(state[name], dtype=current.dtype).reshape(current.shape))
         self._common_work, self._work_square = float(state["common_work"]), float(state["work_square"])
+        self._set_bounds()
         self.fed = int(state["fed"])
         self.is_ready = True
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steadyrun.core.timing import TAG_CHECKPOINT, TAG_COMPILE, TAG_DEVICE, TAG_EVALUATION, TAG_FIRST, Role
-from steadyrun.detect.straggler.chart import Chart
+from steadyrun.detect.straggler.chart import WORTH, Chart
 from steadyrun.detect.straggler.config import StragglerConfig
 from steadyrun.detect.straggler.phases import Explanation, History, explain, onset
 from steadyrun.detect.straggler.records import Alarm, AlarmKind, Cause, Floats, StepDetails, StepFrame
@@ -22,23 +22,58 @@ __all__ = ["Detector"]
 UNUSUAL: Final = TAG_FIRST | TAG_COMPILE | TAG_CHECKPOINT | TAG_EVALUATION  # such steps are compared with nothing
 HOLD_STEPS: Final = 5  # an alarm waits this long for its node's other ranks, when half of them are about to follow
 ABOUT_TO: Final = 0.5  # of the threshold
+LEAST_TO_END: Final = 24  # residuals that show that an alarm is over: as many as it took, within these
+MOST_TO_END: Final = 96
+SPIKE_SCALES: Final = 3.0
 BURST: Final = math.log(1.1)  # and four scales: a step that counts as a burst
 BURST_SCALES: Final = 4.0
 LONGER: Final = 4  # times as many steps as for data must stages have been out of balance
 PROBES_KEPT: Final = 16
 PROBES_WARM, PROBES_LEARN, PROBES_LEAST = 1, 6, 4
+RANKS_ASKED: Final = 256  # for how long a step was; more would say the same
 PEERS_EXPLAINED: Final = 64  # peers that phases are compared with; more say nothing more
 PROBE_ROLE: Final = "probe"
 
 
 @dataclass(slots=True)
 class _Open:
-    """An alarm that lasts; *chart*, *row* and *column* say where its evidence is."""
+    """An alarm that lasts; *chart*, *row* and *column* say where its evidence is.
+
+    Attributes:
+        effect: residual that it was raised for.
+        newest: its newest residuals, as many as it took to be sure that it is slow.
+        fed: steps of the chart when the newest of them came.
+    """
 
     alarm: Alarm
     chart: Chart
     row: int
     column: int
+    effect: float
+    newest: deque[float]
+    fed: int
+
+    @classmethod
+    def of(cls, alarm: Alarm, chart: Chart, row: int, column: int) -> _Open:
+        steps = alarm.step - alarm.first_step + 1
+        kept = deque[float](maxlen=min(max(steps, LEAST_TO_END), MOST_TO_END))
+        return cls(alarm, chart, row, column, math.log1p(alarm.slowdown), kept, chart.fed)
+
+    def is_over(self) -> bool:
+        """Its newest residuals are what nobody would be accused of; one more step has come."""
+        chart, row = self.chart, self.row
+        if chart.fed > self.fed:
+            self.fed = chart.fed
+            residual = float(chart.residual[row, self.column])
+            if residual == residual:
+                limit = max(2 * self.effect, SPIKE_SCALES * float(chart.scale[row, 0]))  # one long step is one step
+                self.newest.append(min(max(residual, -limit), limit))
+        if chart.evidence[row, self.column] < chart.height[row, 0] / 2:
+            return True
+        if len(self.newest) < (self.newest.maxlen or 1):
+            return False
+        slight = max(WORTH * chart.config.effect, float(chart.reference[row, 0] * chart.scale[row, 0]))
+        return math.fsum(self.newest) / len(self.newest) < min(self.effect / 2, slight)
 
 
 class Detector:
@@ -195,7 +230,8 @@ class Detector:
     def _step_s(self, busy: Floats, usable: NDArray[np.bool_], details: StepDetails) -> float:
         """How long the step was: the wall time that most ranks saw, else the longest own work."""
         if details.wall_s is not None:
-            known = details.wall_s[details.wall_s > 0]
+            some = details.wall_s[:: max(1, len(details.wall_s) // RANKS_ASKED)]
+            known = some[some > 0]
             if len(known):
                 return float(np.partition(known, len(known) // 2)[len(known) // 2])
         return float(busy.max(initial=0.0, where=usable))
@@ -227,14 +263,16 @@ class Detector:
         for chart in self._charts:
             if not chart.is_ready:
                 continue
-            high = chart.residual > np.maximum(BURST, BURST_SCALES * chart.scale)
-            if not high.any() and not self._was_burst.any():
+            high = chart.residual > np.maximum(BURST, BURST_SCALES * chart.scale)  # False for NaN, and where nobody is
+            rows, columns = np.nonzero(high)
+            if not len(rows) and not self._was_burst.any():
                 continue
-            at = chart.members >= 0
-            ranks, now, over = chart.members[at], high[at], chart.residual[at]
-            self._bursts[ranks[now & ~self._was_burst[ranks]]] += 1
-            self._burst_lost_s[ranks[now]] += step_s * -np.expm1(-over[now])
-            self._was_burst[ranks] = now
+            ranks = chart.members[rows, columns]
+            lasting = self._was_burst[ranks]
+            self._bursts[ranks[~lasting]] += 1
+            self._burst_lost_s[ranks] += step_s * -np.expm1(-chart.residual[rows, columns])
+            self._was_burst[chart.ranks] = False
+            self._was_burst[ranks] = True
 
     # -- alarms --------------------------------------------------------------------------------------------------------
     def _new_alarms(self, step: int) -> list[Alarm]:
@@ -306,8 +344,7 @@ class Detector:
                 node=node,
                 is_actionable=any(a.is_actionable for a in parts),
             )
-            place = self._place[worst.ranks[0]]
-            self._open[key] = _Open(alarm, *place)
+            self._open[key] = _Open.of(alarm, *self._place[worst.ranks[0]])
             out.append(alarm)
         return out
 
@@ -347,7 +384,7 @@ class Detector:
             probe=self._probe_slowdown(rank, first),
             is_actionable=not chart.is_alone,
         )
-        self._open[key] = _Open(alarm, chart, row, column)
+        self._open[key] = _Open.of(alarm, chart, row, column)
         return alarm
 
     def _explain(self, rank: int, peers: Sequence[int], first_step: int) -> Explanation:
@@ -383,7 +420,7 @@ class Detector:
                 probe=self._probe_slowdown(rank, first),
                 is_actionable=self.world_size > 1,
             )
-            self._open[key] = _Open(alarm, chart, 0, rank)
+            self._open[key] = _Open.of(alarm, chart, 0, rank)
             out.append(alarm)
         return out
 
@@ -411,7 +448,7 @@ class Detector:
                 peers=len(self._groups) - 1,
                 is_actionable=False,  # which of its ranks or links, nobody knows
             )
-            self._open[key] = _Open(alarm, chart, 0, index)
+            self._open[key] = _Open.of(alarm, chart, 0, index)
             out.append(alarm)
         return out
 
@@ -494,7 +531,8 @@ class Detector:
             if key[0] is AlarmKind.NODE:
                 continue
             chart, row, column = found.chart, found.row, found.column
-            if chart.evidence[row, column] < chart.height[row, 0] / 2:
+            if found.is_over():
+                chart.forget(row, column)
                 self._close(key, step)
                 continue
             impact = self._impact(found, slow, step_s)
