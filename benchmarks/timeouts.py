@@ -461,7 +461,13 @@ def after_a_stall(job: Job, truth: Truth, drawn: Sequence[Durations]) -> dict[st
         limit = limits_of(statistics, Costs())
         return Chosen(limit.hard_s, limit.soft_s)
 
-    cases = {"before": (0, False), "one": (1, False), "one, spared": (1, True), "four, spared": (4, True)}
+    cases = {
+        "before": (0, False),
+        "one": (1, False),
+        "four": (4, False),
+        "one, spared": (1, True),
+        "four, spared": (4, True),
+    }
     return {name: cell_of(truth, [limits(d, *case) for d in drawn]) for name, case in cases.items()}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 __all__ = ["BUCKETS_PER_OCTAVE", "Histogram"]
@@ -17,11 +19,12 @@ _DROPPED: Final = 1e-3  # weight at which an aged bucket is forgotten
 class Histogram:
     """Weights per bucket, in fractions once they age; bucket *i* holds ``2**(i/16) <= seconds < 2**((i+1)/16)``."""
 
-    __slots__ = ("_total", "_weights")
+    __slots__ = ("_sums", "_total", "_weights")
 
     def __init__(self, weights: Mapping[int, float] | None = None) -> None:
         self._weights: dict[int, float] = dict(weights or {})
         self._total = math.fsum(self._weights.values())
+        self._sums: tuple[list[int], list[float]] | None = None  # buckets, and the weight from each on
 
     def __repr__(self) -> str:
         return f"Histogram({self._weights!r})"
@@ -47,6 +50,7 @@ class Histogram:
         index = bucket_of(seconds)
         self._weights[index] = self._weights.get(index, 0.0) + weight
         self._total += weight
+        self._sums = None
 
     def buckets(self) -> list[tuple[float, float, float]]:
         """(from seconds, to seconds, weight) of every bucket that holds something, shortest first."""
@@ -69,10 +73,18 @@ class Histogram:
 
     def weight_above(self, seconds: float) -> float:
         """Weight of the durations above *seconds*; within its own bucket they are taken as spread evenly."""
+        if self._sums is None:
+            buckets = sorted(self._weights)
+            sums = [*accumulate((self._weights[i] for i in reversed(buckets)), initial=0.0)]
+            self._sums = buckets, sums[::-1]
+        buckets, from_on = self._sums
         own = _position(seconds)
-        above = math.fsum(w for i, w in self._weights.items() if i > own)
         index = math.floor(own)
-        return above + self._weights.get(index, 0.0) * (1.0 - (own - index))
+        return from_on[bisect_right(buckets, index)] + self._weights.get(index, 0.0) * (1.0 - (own - index))
+
+    def above(self, seconds: float) -> Histogram:
+        """The buckets that hold nothing but durations above *seconds*."""
+        return Histogram({i: w for i, w in self._weights.items() if _lower_s(i) > seconds})
 
     def log_excess(self, count: float) -> float:
         """Mean of ``log(x / x0)`` over the *count* longest durations, x0 being the one before them (Hill's statistic).

@@ -12,9 +12,12 @@ place.
 
 What a look may take for a hang is above all the kind of slowness that none has met yet. Passes that a look has spared
 say nothing of how often that comes: they are left out there. Their like is known to be spared, so that it costs little
-more than the look, and is expected as often as the clock says, not as passes follow each other: one stall in the
-first minute of fast steps is not thousands a day. Even where it is, looks take no more than
-``look_again_s / soft_s`` of the time that these stalls take. So one of them does not make real hangs wait for minutes.
+more than the look.
+
+Passes far longer than most, *strays*, are of another kind than these, and no draw from their tail: something happened
+beside the work. They are expected as often as the clock says, not as passes follow each other, and seldom until they
+have come a few times: one stall in the first minute of fast steps is not thousands a day. Else one that nobody has
+looked at, or that was just too short for it, made the next real hang wait for minutes.
 
 At the hard limit time alone acts, so it lies beyond all that was seen; it has to wait only for those hangs that
 evidence does not show.
@@ -28,7 +31,7 @@ from enum import Enum
 from typing import Final
 
 from steadyrun.detect.calibrate.histogram import BUCKETS_PER_OCTAVE, Histogram
-from steadyrun.detect.calibrate.statistics import Durations, SectionStatistics
+from steadyrun.detect.calibrate.statistics import FORGOTTEN, Durations, SectionStatistics
 
 __all__ = [
     "MIN_EVENTS",
@@ -54,10 +57,15 @@ _ALPHA_RANGE: Final = (
 _ALPHA_HARD: Final = 3.0  # at most, where a mistake costs a restart
 _HILL_FROM: Final = 30  # events below which the tail's shape is not looked at
 _SOFT_MEDIANS: Final = 2.0
+_SHORTEST_S: Final = 1e-3  # soft limit
 _MEDIANS: Final = 3.0
 _MAXIMA: Final = 1.5
 _FIRST_MAXIMA: Final = 3.0
-_WATCHED_BEFORE_S: Final = 3600.0  # taken for granted, without a pass that a look would spare
+_STRAY: Final = 3.0  # times the upper quartile: beyond, passes are of another kind than most
+_UPPER_QUARTILE: Final = 0.75
+# Taken for granted without a stray when one was seen; divided by their number, so that what comes again and again is
+# soon taken for what it is.
+_WATCHED_BEFORE_S: Final = 6 * 3600.0
 _BUCKET: Final = 2.0 ** (1.0 / BUCKETS_PER_OCTAVE)
 _DAY_S: Final = 86400.0
 
@@ -208,40 +216,86 @@ class Looks:
     """How often the ranks of a healthy job would be looked at because of a soft limit. *statistics* must hold passes.
 
     Attributes:
-        tail: of the passes that no look has spared.
-        tail_again: of those that one has, in passes a day; None: there are none.
+        tail: of the passes that no look has spared, strays left out.
     """
 
     def __init__(self, statistics: SectionStatistics) -> None:
         self._n, self._events_per_day = statistics.n, statistics.events_per_day
-        self._new, self._again = statistics.not_spared, statistics.spared
+        unmet = statistics.not_spared
+        strays = unmet.above(_STRAY * unmet.quantile_s(_UPPER_QUARTILE)) if unmet.total else Histogram()
+        self._usual = unmet.without(strays)
         longest_s = statistics.longest_not_spared_s
-        if longest_s != longest_s:  # all were spared
-            longest_s = statistics.durations.median_s
-        self.tail = _tail_of(self._new, self._n, longest_s)
-        self.tail_again: Tail | None = None
-        if self._again.total:
-            self._per_pass = _DAY_S / (statistics.watched_s + _WATCHED_BEFORE_S)
-            alpha = _tail_of(self._again, self._again.total, 1.0).alpha
-            self.tail_again = Tail(statistics.longest_spared_s, self._per_pass, alpha)
+        # Without any, all were spared.
+        usual_s = (
+            min(self._usual.longest_s(FORGOTTEN), longest_s) if self._usual.total else statistics.durations.median_s
+        )
+        self.tail = _tail_of(self._usual, self._n, usual_s)
+        self._strays = _Strays.of(strays, longest_s, statistics.watched_s)
+        self._spared = _Strays.of(statistics.spared, statistics.longest_spared_s, statistics.watched_s)
 
     def new_per_day(self, seconds: float) -> float:
         """Passes longer than *seconds* of a kind that no look has met."""
+        strays = 0.0 if self._strays is None else self._strays.per_day(seconds)
         if seconds >= self.tail.from_s:
-            return self._events_per_day * self.tail.survival(seconds)
-        return self._events_per_day * min(1.0, (self._new.weight_above(seconds) + 1.0) / (self._n + 1.0))
+            return self._events_per_day * self.tail.survival(seconds) + strays
+        usual = min(1.0, (self._usual.weight_above(seconds) + 1.0) / (self._n + 1.0))
+        return self._events_per_day * usual + strays
 
     def again_per_day(self, seconds: float) -> float:
         """Passes longer than *seconds* of a kind that a look has spared."""
-        if self.tail_again is None:
-            return 0.0
-        if seconds >= self.tail_again.from_s:
-            return self.tail_again.survival(seconds)
-        return self._per_pass * (self._again.weight_above(seconds) + 1.0)
+        return 0.0 if self._spared is None else self._spared.per_day(seconds)
 
     def lost_s_per_day(self, seconds: float, costs: Costs) -> float:
         """What they cost."""
         return costs.look_s * self.new_per_day(seconds) + costs.look_again_s * self.again_per_day(seconds)
+
+    @property
+    def longest_s(self) -> list[float]:
+        """The longest of each kind that was seen: what is expected falls by a jump there, from counts to a tail."""
+        kinds = (self._strays, self._spared)
+        return [self.tail.from_s, *(k.tail.from_s for k in kinds if k is not None)]
+
+    def until_s(self, costs: Costs) -> float:
+        """A limit that is certainly not below the best.
+
+        Each kind for itself would be best off at some limit; the sum of the three is best off at less than twice the
+        highest of these, as each falls with a power of the limit.
+        """
+        found = costs.evidence_sensitivity * costs.hangs_per_day
+        at_s = [_cheapest_s(self.tail, self._events_per_day, costs.look_s, found)]
+        if self._strays is not None:
+            at_s.append(_cheapest_s(self._strays.tail, 1.0, costs.look_s, found))
+        if self._spared is not None:
+            at_s.append(_cheapest_s(self._spared.tail, 1.0, costs.look_again_s, found))
+        return 2.0 * max(at_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Strays:
+    """Passes that are expected by the clock.
+
+    Attributes:
+        weights: of those that were seen; each_per_day: how many a day one of them stands for.
+        tail: beyond the longest, in passes a day.
+    """
+
+    weights: Histogram
+    each_per_day: float
+    tail: Tail
+
+    @classmethod
+    def of(cls, weights: Histogram, longest_s: float, watched_s: float) -> _Strays | None:
+        """Of those seen in *watched_s*; None: there are none."""
+        if not weights.total:
+            return None
+        each_per_day = _DAY_S / (watched_s + _WATCHED_BEFORE_S / weights.total)
+        alpha = _tail_of(weights, weights.total, 1.0).alpha
+        return cls(weights, each_per_day, Tail(longest_s, each_per_day * min(1.0, weights.total), alpha))
+
+    def per_day(self, seconds: float) -> float:
+        if seconds >= self.tail.from_s:
+            return self.tail.survival(seconds)
+        return max(self.tail.share, self.each_per_day * self.weights.weight_above(seconds))
 
 
 def _cheapest_s(tail: Tail, events_per_day: float, price_s: float, hangs_per_day: float) -> float:
@@ -251,24 +305,16 @@ def _cheapest_s(tail: Tail, events_per_day: float, price_s: float, hangs_per_day
 
 
 def _soft_limit_s(statistics: SectionStatistics, costs: Costs) -> float:
-    least_s = _SOFT_MEDIANS * statistics.durations.median_s
+    least_s = max(_SOFT_MEDIANS * statistics.durations.median_s, _SHORTEST_S)
     found = costs.evidence_sensitivity * costs.hangs_per_day
     if not found:
         return math.inf
     looks = Looks(statistics)
-    tail, again = looks.tail, looks.tail_again
-    best_s = _cheapest_s(tail, statistics.events_per_day, costs.look_s, found)
-    tried = [high_s for _, high_s, _ in statistics.durations.histogram.buckets() if high_s < tail.from_s]
-    if again is not None:
-        # Each kind for itself would be best off below this; together they have to wait at most twice as long.
-        until_s = 2.0 * max(best_s, _cheapest_s(again, 1.0, costs.look_again_s, found))
-        count = math.ceil(math.log(max(1.0, until_s / least_s), _BUCKET))
-        tried += [least_s * _BUCKET**i for i in range(count + 1)]
-
-    def loss_s(at_s: float) -> float:
-        return found * at_s + looks.lost_s_per_day(at_s, costs)
-
-    return min((least_s, *(s for s in tried if s > least_s), max(least_s, best_s)), key=loss_s)
+    count = math.ceil(math.log(max(1.0, looks.until_s(costs) / least_s), _BUCKET))
+    tried = [least_s * _BUCKET**i for i in range(count + 1)]
+    # A little beyond them, as their like are not all shorter.
+    tried += [s * _BUCKET for s in looks.longest_s if s > least_s]
+    return min(tried, key=lambda at_s: found * at_s + looks.lost_s_per_day(at_s, costs))
 
 
 def _hard_limit_s(durations: Durations, tail: Tail, events_per_day: float, costs: Costs) -> tuple[float, Basis]:

@@ -15,6 +15,7 @@ from steadyrun.core.sections import OUT_OF_SECTION
 from steadyrun.detect.calibrate.histogram import Histogram
 
 __all__ = [
+    "FORGOTTEN",
     "HALF_LIFE_EVENTS",
     "OUT_OF_SECTION",
     "STATISTICS_SCHEMA",
@@ -29,7 +30,7 @@ STATISTICS_SCHEMA: Final = "steadyrun.section-statistics/1"
 HALF_LIFE_EVENTS: Final = 10_000.0
 HALF_LIFE_STARTS: Final = 100.0  # first passes: one per start
 _EXTREMES: Final = 8  # longest durations that are kept with their rank and step
-_FORGOTTEN: Final = 1 / 16  # a longest duration is remembered for four half-lives
+FORGOTTEN: Final = 1 / 16  # weight from which a longest duration is remembered: for four half-lives
 _AGED_EVERY: Final = 64  # events, to spare the walk over all buckets
 _RUNS: Final = 200  # names of runs that are remembered
 
@@ -184,14 +185,14 @@ class Durations:
         factor = self.factor_after(events, half_life)
         self._histogram = self._histogram.scaled(factor)
         self.total_s *= factor
-        kept = [replace(e, weight=e.weight * factor) for e in self.largest if e.weight * factor >= _FORGOTTEN]
+        kept = [replace(e, weight=e.weight * factor) for e in self.largest if e.weight * factor >= FORGOTTEN]
         # The longest may all be forgotten while many that are a little shorter, and were never listed, are not.
         above = 0.0
         for low_s, high_s, weight in reversed(self._histogram.buckets()):
             above += weight
             if kept and kept[0].seconds >= low_s:
                 break
-            if above >= _FORGOTTEN:
+            if above >= FORGOTTEN:
                 kept.append(Extreme(high_s, weight=min(1.0, above)))
                 break
         self.largest = _longest(kept)
@@ -238,7 +239,7 @@ class SectionStatistics:
     @property
     def longest_spared_s(self) -> float:
         """The longest of the spared passes that is remembered, within a bucket's width; NaN without any."""
-        return min(self.spared.longest_s(_FORGOTTEN), self.durations.max_s)
+        return min(self.spared.longest_s(FORGOTTEN), self.durations.max_s)
 
     @property
     def not_spared(self) -> Histogram:
@@ -250,7 +251,7 @@ class SectionStatistics:
         """The longest of those; NaN without any."""
         if not self.spared.total:
             return self.durations.max_s
-        return min(self.not_spared.longest_s(_FORGOTTEN), self.durations.max_s)
+        return min(self.not_spared.longest_s(FORGOTTEN), self.durations.max_s)
 
     def observe(
         self,

@@ -51,7 +51,7 @@ def test_a_limit_below_what_was_seen_is_priced_by_counting() -> None:
 
 
 def test_evidence_halves_the_way_to_a_verdict_and_spares_restarts() -> None:
-    s, costs = steps(96, stalls=4), Costs(evidence_error=0.02, evidence_sensitivity=0.5)
+    s, costs = steps(96), Costs(evidence_error=0.02, evidence_sensitivity=0.5)
     alone, looked = (price_of(c, s, costs) for c in (Candidate("a", 30.0), Candidate("b", 400.0, 30.0)))
     assert looked.detection_s == pytest.approx(215.0)
     assert looked.looks_per_day == pytest.approx(alone.needless_per_30_days / 30)
