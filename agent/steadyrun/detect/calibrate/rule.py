@@ -311,7 +311,7 @@ def _soft_limit_s(statistics: SectionStatistics, costs: Costs) -> float:
         return math.inf
     looks = Looks(statistics)
     count = math.ceil(math.log(max(1.0, looks.until_s(costs) / least_s), _BUCKET))
-    tried = [least_s * _BUCKET**i for i in range(count + 1)]
+    tried: list[float] = [least_s * _BUCKET**i for i in range(count + 1)]
     # A little beyond them, as their like are not all shorter.
     tried += [s * _BUCKET for s in looks.longest_s if s > least_s]
     return min(tried, key=lambda at_s: found * at_s + looks.lost_s_per_day(at_s, costs))
