@@ -1,12 +1,12 @@
 """Ranks without torch that tell given step timings through the board, as the in-rank side does for a training script.
 
-Arguments: steps, seconds per step. ``SLOW``: ``rank:share:first step:last step`` of a rank whose forward takes longer
-by *share*, or ``node=N:...`` of all ranks of a node (by group rank). ``MUTE=rank:step``: this rank tells nothing from
-that step on. Steps begin at 0 in each attempt; each pace is told as if a step took 0.1 s, whatever it takes here.
+Arguments: steps, seconds per step. What is told is that of steps of 0.2 s, however long they take here. A rank saves
+its step every 20 steps and goes on from there in the next attempt. Who is slow stands in ``$EVENTS/slow.json``, which a
+test may replace at any time: ``{"rank": {"3": 0.8}, "agent": {"4711": 0.8}}``, shares by which the forward of a rank,
+or of all ranks of an agent (by its pid), takes longer.
 """
 
 import json
-import mmap
 import os
 import random
 import sys
@@ -14,32 +14,16 @@ import time
 from pathlib import Path
 
 from steadyrun import watch
-from steadyrun.core import layout
 from steadyrun.core.timing import TAG_FORWARD_SEEN
-from steadyrun.watch.slot import timing_writer
+from steadyrun.watch.slot import Slot, timing_writer
 
 RANK = int(os.environ["RANK"])
-LOCAL_RANK = int(os.environ["LOCAL_RANK"])
-GROUP_RANK = int(os.environ["GROUP_RANK"])
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 EVENTS = Path(os.environ["EVENTS"])
-STEP_S = 0.1
-steps, pace_s = int(sys.argv[1]), float(sys.argv[2])
-
-
-def board_slot():
-    """This rank's slot of the board that its agent made; the agent's state file names it."""
-    limit_s = time.monotonic() + 30
-    while time.monotonic() < limit_s:
-        for path in Path(os.environ["RUN_DIR"]).glob("*/live/*.json"):
-            live = json.loads(path.read_text() or "{}")
-            if any(r["pid"] == os.getpid() for r in live.get("ranks", ())):
-                fd = os.open(live["board"], os.O_RDWR)
-                mapped = mmap.mmap(fd, os.fstat(fd).st_size)
-                os.close(fd)
-                return memoryview(mapped).cast("Q"), layout.HEADER_WORDS + LOCAL_RANK * layout.SLOT_WORDS
-        time.sleep(0.05)
-    raise SystemExit("no agent of mine has a board")
+STATE = EVENTS / f"state_{RANK}"
+STEP_S, FORWARD_S, BACKWARD_S, OPTIMIZER_S, DATA_S = 0.2, 0.05, 0.05, 0.01, 0.001
+SAVE_EVERY = 20
+NAN = float("nan")
 
 
 def tell(kind, **fields):
@@ -49,32 +33,55 @@ def tell(kind, **fields):
     os.close(fd)
 
 
-def slowness(step):
-    told = os.environ.get("SLOW")
-    if not told:
+def slowness():
+    try:
+        told = json.loads((EVENTS / "slow.json").read_text())
+    except FileNotFoundError:
         return 0.0
-    who, share, first, last = told.split(":")
-    mine = int(who.removeprefix("node=")) == GROUP_RANK if who.startswith("node=") else int(who) == RANK
-    return float(share) if mine and int(first) <= step <= int(last) else 0.0
+    return told.get("rank", {}).get(str(RANK), 0.0) + told.get("agent", {}).get(str(os.getppid()), 0.0)
 
 
-put_timing = timing_writer(*board_slot())
-noise = random.Random(RANK)
-mute_rank, mute_step = map(int, os.environ.get("MUTE", "-1:0").split(":"))
-tell("start", first=0)
-for step in range(steps):
-    began_s = time.monotonic()
-    watch.step(step)
-    forward_s = 0.03 * (1 + slowness(step)) * noise.gauss(1, 0.01)
-    backward_s, optimizer_s, data_s = (s * noise.gauss(1, 0.01) for s in (0.05, 0.01, 0.001))
-    busy_s = forward_s + backward_s + optimizer_s + data_s
-    nan = float("nan")
-    if mute_rank != RANK or step < mute_step:
+def saved_step():
+    try:
+        return int(STATE.read_text())
+    except FileNotFoundError:
+        return -1
+
+
+def save(step):
+    with watch.section("checkpointing"):
+        new = STATE.with_suffix(f".{os.getpid()}")
+        new.write_text(str(step))
+        new.replace(STATE)
+
+
+def main():
+    steps, pace_s = int(sys.argv[1]), float(sys.argv[2])
+    setup = watch._setup
+    slot = Slot(setup.board, setup.slot)
+    put_timing = timing_writer(slot.words, slot.base)
+    noise = random.Random(RANK)
+    first, slow = saved_step() + 1, 0.0
+    tell("start", first=first)
+    for step in range(first, steps):
+        began_s = time.monotonic()
+        before, slow = slow, slowness()
+        if slow != before:
+            tell("pace", step=step, slow=slow)
+        watch.step(step)
+        shares = (FORWARD_S * (1 + slow), BACKWARD_S, OPTIMIZER_S, DATA_S)
+        forward_s, backward_s, optimizer_s, data_s = (s * noise.gauss(1, 0.01) for s in shares)
+        busy_s = forward_s + backward_s + optimizer_s + data_s
         put_timing(
             step, time.monotonic(), STEP_S, busy_s, forward_s, backward_s, optimizer_s, data_s,
-            0.0, STEP_S - busy_s, busy_s, nan, nan, TAG_FORWARD_SEEN, 0.0,
+            0.0, STEP_S - busy_s, busy_s, NAN, NAN, TAG_FORWARD_SEEN, 0.0,
         )  # fmt: skip
-    if step % 50 == 0:
-        tell("step", step=step)
-    time.sleep(max(pace_s - (time.monotonic() - began_s), 0.0))
-tell("done")
+        if step % SAVE_EVERY == SAVE_EVERY - 1:
+            save(step)
+            tell("step", step=step)
+        time.sleep(max(pace_s - (time.monotonic() - began_s), 0.0))
+    tell("done")
+
+
+if __name__ == "__main__":
+    main()
