@@ -269,7 +269,10 @@ class Chart:
         limit = 3 * scale
         drift = np.minimum(np.maximum(whole, -limit, out=gain), limit, out=gain)
         drift *= self.config.bias_step
-        drift *= evidence < self.height / 2
+        if self._is_few:  # a slow one moves the middle of few
+            drift *= np.max(evidence / self.height, axis=1, keepdims=True) < 0.5
+        else:
+            drift *= evidence < self.height / 2
         self.bias += drift
         np.minimum(np.maximum(self.bias, self._least_bias, out=self.bias), self._most_bias, out=self.bias)
 
