@@ -4,7 +4,7 @@ imports next to nothing, while dataclasses and pathlib alone cost a starting ran
 import time
 
 MAGIC = 0x7374656164793031  # "steady01"
-VERSION = 3
+VERSION = 4
 
 # -- header, in words ------------------------------------------------------------------------------------------------
 H_MAGIC = 0
@@ -51,10 +51,10 @@ SHORTEST_NS = (
 )
 S_LANES = 32
 
-RING = 256  # power of two
+RING = 512  # power of two; the agent looks twice a second
 RING_SHIFT = 56
 S_RING = S_LANES + LANES * LANE_WORDS  # entry: name id << RING_SHIFT | duration in ns
-STEP_RING = 64
+STEP_RING = 512
 S_STEP_RING = S_RING + RING  # entry: step time in ns
 
 NAMES = 64

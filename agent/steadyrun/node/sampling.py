@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from steadyrun.core.board import Board, SlotView
+from steadyrun.core.board import Board, OpenSection, SlotView
 from steadyrun.core.clock import Clock
 from steadyrun.core.journal import Journal
 from steadyrun.core.timing import StepTiming
+from steadyrun.node.gathered import Gathered
 
 __all__ = ["Sampler", "timing_columns"]
 
 EVERY_S: Final = 5.0  # one record of steps and sections per node and this long
-KEEP: Final = 200  # durations per section and record; beyond, n and max still count
 KEEP_TIMINGS: Final = 10  # of a rank in a record: 100 MB a day for 8 ranks, whatever a step takes
 MOST_TIMINGS: Final = 4096  # of a rank, that wait to be taken
+SEEN_OPEN_S: Final = 0.25  # a section that was seen open for so long is not missed
 COLUMNS: Final = (
     "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
     "starved_s", "probe_s", "work", "flags",
@@ -28,8 +30,10 @@ class _RankSample:
     durations_seen: int = 0
     steps_seen: int = 0
     had_first_step: bool = False
-    step_times_s: list[float] = field(default_factory=list)
-    sections: dict[str, list[float]] = field(default_factory=dict)
+    newest_at_s: float | None = None  # when the newest of those steps was done
+    steps: Gathered = field(default_factory=lambda: Gathered(5))
+    sections: dict[str, Gathered] = field(default_factory=dict)
+    were_open: dict[OpenSection, float] = field(default_factory=dict)  # for how long, at the last look
     lost: int = 0
     timings_seen: int = 0
     timings: list[StepTiming] = field(default_factory=list)  # since the last record
@@ -70,12 +74,8 @@ class Sampler:
                     rank=rank,
                     step=(view.step or 0) - max(view.steps_done - 1, 0),
                 )
-            times_s, mine.steps_seen, _ = self._board.step_times_s(slot, mine.steps_seen)
-            mine.step_times_s.extend(round(t, 5) for t in times_s)
-            done, mine.durations_seen, lost = self._board.durations(slot, mine.durations_seen)
-            mine.lost += lost
-            for d in done:
-                mine.sections.setdefault(d.name, []).append(round(d.duration_s, 6))
+            self._sample_steps(slot, mine, view)
+            self._sample_sections(slot, mine, view, now_s)
             timings, mine.timings_seen, lost = self._board.timings(slot, mine.timings_seen)
             mine.timings_lost += lost
             mine.timings.extend(timings)
@@ -85,6 +85,38 @@ class Sampler:
         if now_s >= self._next_s:
             self._next_s = now_s + EVERY_S
             self.flush()
+
+    def _sample_steps(self, slot: int, mine: _RankSample, view: SlotView) -> None:
+        times_s, count, lost = self._board.step_times_s(slot, mine.steps_seen)
+        newer = count - max(view.steps_done - 1, 0)  # steps that were done since the view was taken
+        newest_at_s = None
+        if view.step_at_s is not None and 0 <= newer <= len(times_s):
+            newest_at_s = view.step_at_s + sum(times_s[len(times_s) - newer :])
+        if lost and times_s:
+            # They were overwritten unread, yet lie between two steps whose times are known.
+            usual_s = statistics.median(times_s)
+            total_s = lost * usual_s
+            since_s = mine.newest_at_s if mine.steps_seen else view.first_step_s
+            if newest_at_s is not None and since_s is not None:
+                total_s = max(0.0, newest_at_s - since_s - sum(times_s))
+            mine.steps.add_unread(lost, total_s, usual_s)
+            mine.lost += lost
+        for seconds in times_s:
+            mine.steps.add(seconds)
+        mine.steps_seen, mine.newest_at_s = count, newest_at_s
+
+    def _sample_sections(self, slot: int, mine: _RankSample, view: SlotView, now_s: float) -> None:
+        done, mine.durations_seen, lost = self._board.durations(slot, mine.durations_seen)
+        mine.lost += lost
+        if lost:
+            # Long ones were seen open: of such a section nothing shorter than that may be all that is known.
+            for section, for_s in mine.were_open.items():
+                is_told = any(d.name == section.name and d.duration_s >= for_s for d in done)
+                if for_s >= SEEN_OPEN_S and section not in view.sections and not is_told:
+                    mine.sections.setdefault(section.name, Gathered(6)).add(for_s)
+        for d in done:
+            mine.sections.setdefault(d.name, Gathered(6)).add(d.duration_s)
+        mine.were_open = {section: now_s - section.since_s for section in view.sections}
 
     def take_timings(self) -> dict[int, list[StepTiming]]:
         """Step timings of this attempt's ranks since the last call."""
@@ -101,18 +133,18 @@ class Sampler:
     def _flush_steps(self) -> None:
         ranks = {}
         for rank, s in self._ranks.items():
-            if not (s.step_times_s or s.sections):
+            if not (s.steps.n or s.sections):
                 continue
+            told = s.steps.told()
             ranks[str(rank)] = {
                 "step": self._steps.get(rank),
-                "step_times_s": s.step_times_s[-KEEP:],
-                "steps": len(s.step_times_s),
-                "sections": {
-                    n: {"n": len(d), "max_s": max(d), "durations_s": d[-KEEP:]} for n, d in s.sections.items()
-                },
+                "step_times_s": told.pop("listed_s"),
+                "steps": s.steps.n,
+                **told,
+                "sections": {n: _section_told(d) for n, d in s.sections.items()},
                 "lost": s.lost,
             }
-            s.step_times_s, s.sections, s.lost = [], {}, 0
+            s.steps, s.sections, s.lost = Gathered(5), {}, 0
         if ranks:
             self._journal.write("steps", self._clock.unix_s(), self._clock.now_s(), self._attempt, ranks=ranks)
 
@@ -140,6 +172,11 @@ class Sampler:
                 lost=lost,
                 ranks=ranks,
             )
+
+
+def _section_told(durations: Gathered) -> dict[str, Any]:
+    told = durations.told()
+    return {"n": durations.n, "max_s": round(durations.max_s, 6), "durations_s": told.pop("listed_s"), **told}
 
 
 def timing_columns(timings: Sequence[StepTiming]) -> dict[str, list[Any]]:

@@ -362,7 +362,8 @@ def _steps(record: Mapping[str, Any], at: float, node: str) -> Iterator[Moment]:
         if row.get("step") is not None and row.get("steps"):
             key = (int(row["step"]), int(row["steps"]))
             together.setdefault(key, []).append(rank)
-            took[key] = max(took.get(key, 0.0), float(sum(row["step_times_s"])))
+            others_s = sum(s for _, s in row.get("longest", ())) + float(row.get("left_out_s", 0.0))
+            took[key] = max(took.get(key, 0.0), float(sum(row["step_times_s"])) + others_s)
         for name, told in row.get("sections", {}).items():
             ranks, longest = sections.get(name, ([], 0.0))
             ranks.append(rank)

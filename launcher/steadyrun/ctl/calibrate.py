@@ -194,6 +194,9 @@ def _calibrate(args: argparse.Namespace) -> Calibration:
     unread = sum(run.unread for run in mine)
     if unread:
         notes.append(f"{unread:,} durations are not in the journals: passes so short come faster than they are written")
+    summed = sum(run.summed for run in mine)
+    if summed:
+        notes.append(f"{summed:,} short durations are in the journals as sums; medians and counts are of the others")
     for s in sections:
         if s.is_unmarked:
             notes.append(

@@ -9,6 +9,9 @@ evaluation) is sought in the step that fits it best; of what comes with each ste
 the rest may be another thread's. Sections may be nested, so only the longest in a step counts. Where this is wrong, the
 time outside, and with it the limit, is rather too long.
 
+Of very many passes a record lists the newest, of the others the longest with their places, and the sum of the rest. The
+rest is not counted: what is expected of long passes follows from these and from the time they came in.
+
 Left out is the last pass of each section in an attempt that was stopped, as the stop may have cut or a hang drawn it.
 """
 
@@ -143,7 +146,7 @@ class RunPasses:
         restarts_s: of each restart that worked: until every rank had done a step, and the steps that were repeated.
         has_own_step: the script opens sections named ``step``.
         loops: sections that contain steps: those are what is judged.
-        unread: durations the journal does not have, as more were made than it takes.
+        unread: durations the journal does not have, as more were made than it takes; summed: that it has as a sum only.
         alarms: that the agents told of while it ran.
     """
 
@@ -156,6 +159,7 @@ class RunPasses:
     has_own_step: bool = False
     loops: frozenset[str] = frozenset()
     unread: int = 0
+    summed: int = 0
     alarms: Alarms = field(default_factory=Alarms)
 
     @property
@@ -188,14 +192,53 @@ def read_passes(name: str, journals: Iterable[Iterable[Mapping[str, Any]]]) -> R
 
 
 @dataclass(slots=True)
+class _Told:
+    """Durations of one kind in a record. A place is the number of those in the record that came before.
+
+    Attributes:
+        n: how many there were.
+        front: the longest of those that are not listed: (place, seconds).
+        listed_s: the newest, in order.
+        unread, summed: how many are neither, of which the record has nothing or the sum.
+    """
+
+    n: int
+    front: list[tuple[int, float]]
+    listed_s: list[float]
+    unread: int
+    summed: int
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], count: str, listed: str) -> _Told:
+        listed_s = _durations(told.get(listed))
+        n = max(int(_number(told.get(count))), len(listed_s))
+        front: list[tuple[int, float]] = []
+        first = n - len(listed_s)
+        if "longest" in told:
+            front = _places(told["longest"], first)
+        elif first and (longest_s := _number(told.get("max_s"))) > max(listed_s, default=0.0):
+            front = [(first - 1, longest_s)]  # written before there were places: of the others the longest is known
+        left = first - len(front)
+        return cls(n, front, listed_s, *((0, left) if "left_out_s" in told else (left, 0)))
+
+    @property
+    def places(self) -> list[int]:
+        """Of ``durations_s``."""
+        return [place for place, _ in self.front] + list(range(self.n - len(self.listed_s), self.n))
+
+    @property
+    def durations_s(self) -> list[float]:
+        """All that are known, in order."""
+        return [s for _, s in self.front] + self.listed_s
+
+
+@dataclass(slots=True)
 class _Steps:
     """One ``steps`` record of one rank."""
 
-    times_s: list[float]
-    unread_steps: int
+    times: _Told
     newest: int | None
-    sections: dict[str, list[float]]
-    counts: dict[str, int]  # passes per section, those that are left out of the lists included
+    sections: dict[str, _Told]
 
 
 _Longest = tuple[float, int, int | None, InForce | None, bool]  # seconds, rank, step, ..., was spared
@@ -295,7 +338,7 @@ class PassReader:
         self._loops: set[str] = set()
         self._own_step = False
         self._own_sections = False
-        self._unread = 0
+        self._unread = self._summed = 0
         self._configuration = ""
         self._started_s: float | None = None
         self._alarms: list[tuple[str, int, str, str, float]] = []  # node, attempt, stage, key, when
@@ -350,36 +393,43 @@ class PassReader:
             return seconds, rank, step, in_force, any(k.was_in(name, seconds, since_s) for k in looks)
 
         steps = _steps_of(told)
-        self._unread += int(_number(told.get("lost"))) + steps.unread_steps
-        self._unread += sum(steps.counts[n] - len(d) for n, d in steps.sections.items())
+        kinds = [steps.times, *steps.sections.values()]
+        self._unread += int(_number(told.get("lost"))) + sum(t.unread for t in kinds)
+        self._summed += sum(t.summed for t in kinds)
         self._own_step = self._own_step or STEP in steps.sections
         self._own_sections = self._own_sections or bool(set(steps.sections) - _OPEN_BY_THEMSELVES)
         if steps.newest is not None:
             notes.newest_step = max(notes.newest_step or 0, steps.newest)
-        for name, durations_s in steps.sections.items():
+        for name, section in steps.sections.items():
+            durations_s = section.durations_s
             if name == TEARDOWN or not durations_s:
                 continue
             if name not in _KNOWN and mine.is_loop(max(durations_s), at_s):
                 self._loops.add(name)
-            at = mine.counts.get(name, 0) + steps.counts[name] - len(durations_s)
-            mine.counts[name] = at + len(durations_s)
+            before = mine.counts.get(name, 0)
+            mine.counts[name] = before + section.n
             joined = notes.joined.setdefault(name, {})
             if name in mine.held:
                 _join(joined, *mine.held[name])
-            for place, seconds in enumerate(durations_s[:-1], start=at):
-                _join(joined, place, seen(name, seconds, steps.newest))
-            mine.held[name] = (at + len(durations_s) - 1, seen(name, durations_s[-1], steps.newest))
-        place = mine.steps_seen + steps.unread_steps
-        mine.steps_seen = place + len(steps.times_s)
+            found = [
+                (before + place, seen(name, seconds, steps.newest))
+                for place, seconds in zip(section.places, durations_s, strict=True)
+            ]
+            for place, longest in found[:-1]:
+                _join(joined, place, longest)
+            mine.held[name] = found[-1]
+        before = mine.steps_seen
+        mine.steps_seen = before + steps.times.n
         taken_off_s, inside_s = _inside_s(mine, steps)
         joined = notes.joined.setdefault(OUT_OF_SECTION, {})
-        first = None if steps.newest is None else steps.newest - len(steps.times_s) + 1
-        for i, (whole_s, off_s) in enumerate(zip(steps.times_s, taken_off_s, strict=True)):
-            step = None if first is None else first + i
-            _join(joined, place + i, seen(OUT_OF_SECTION, max(0.0, whole_s - off_s), step))
-        mine.steps_s += sum(steps.times_s)
+        times_s = steps.times.durations_s
+        first = None if steps.newest is None else steps.newest - steps.times.n + 1
+        for place, whole_s, off_s in zip(steps.times.places, times_s, taken_off_s, strict=True):
+            step = None if first is None else first + place
+            _join(joined, before + place, seen(OUT_OF_SECTION, max(0.0, whole_s - off_s), step))
+        mine.steps_s += sum(times_s)
         mine.inside_s += sum(inside_s)
-        mine.note_record(at_s, len(steps.times_s))
+        mine.note_record(at_s, len(times_s))
 
     @property
     def has_own_step(self) -> bool:
@@ -438,7 +488,7 @@ class PassReader:
         return [Pass(number, n, place, seconds, rank, step, False, True, in_force, was_spared) for n in names]
 
     def result(self, name: str) -> RunPasses:
-        out = RunPasses(name, self._configuration, self._started_s or 0.0, unread=self._unread)
+        out = RunPasses(name, self._configuration, self._started_s or 0.0, unread=self._unread, summed=self._summed)
         out.loops, out.has_own_step = frozenset(self._loops), self._own_step
         for number, notes in sorted(self._attempts.items()):
             if notes.ranks:
@@ -513,21 +563,23 @@ def _join(joined: dict[int, _Longest], place: int, told: _Longest) -> None:
 
 
 def _steps_of(told: Mapping[str, Any]) -> _Steps:
-    times_s = _durations(told.get("step_times_s"))
-    sections: dict[str, list[float]] = {}
-    counts: dict[str, int] = {}
     found = told.get("sections")
-    for name, section in found.items() if isinstance(found, Mapping) else ():
-        if not isinstance(section, Mapping):
-            continue
-        durations_s = _durations(section.get("durations_s"))
-        count, longest_s = int(_number(section.get("n"))), _number(section.get("max_s"))
-        if count > len(durations_s) and longest_s > max(durations_s, default=0.0):
-            durations_s.insert(0, longest_s)  # of those left out the longest is known
-        sections[str(name)], counts[str(name)] = durations_s, max(count, len(durations_s))
+    sections = {
+        str(name): _Told.of(section, "n", "durations_s")
+        for name, section in (found.items() if isinstance(found, Mapping) else ())
+        if isinstance(section, Mapping)
+    }
     step = told.get("step")
-    unread = max(0, int(_number(told.get("steps"))) - len(times_s))
-    return _Steps(times_s, unread, step if isinstance(step, int) else None, sections, counts)
+    return _Steps(_Told.of(told, "steps", "step_times_s"), step if isinstance(step, int) else None, sections)
+
+
+def _places(values: Any, below: int) -> list[tuple[int, float]]:
+    """In order, each place once; what is none is passed over."""
+    out: dict[int, float] = {}
+    for pair in values if isinstance(values, Sequence) and not isinstance(values, str) else ():
+        if isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], int) and 0 <= pair[0] < below:
+            out[pair[0]] = _number(pair[1])
+    return sorted(out.items())
 
 
 def _durations(values: Any) -> list[float]:
@@ -545,17 +597,21 @@ def _number(value: Any) -> float:
 # -- steps outside of sections -----------------------------------------------------------------------------------------
 def _inside_s(rank: _Rank, steps: _Steps) -> tuple[list[float], list[float]]:
     """Of each step of the record the time in sections: what is safe to take off, and what it seems to be."""
-    times_s = steps.times_s
+    times_s = steps.times.durations_s
+    front, listed_s = len(steps.times.front), steps.times.listed_s
+    usual_s = statistics.median(listed_s or times_s or [0.0])
     safe_s = [0.0] * len(times_s)
     all_s = [0.0] * len(times_s)
     left: dict[str, list[float]] = {}
     for name in {*steps.sections, *rank.unmatched} - {SETUP, TEARDOWN}:
-        durations_s = steps.sections.get(name, [])
-        comes_with_steps = len(durations_s) >= _LOOP_SHARE * len(times_s) > 0 and len(durations_s) > 1
-        if comes_with_steps:
-            found = _matched_in_order(times_s, durations_s)
+        section = steps.sections.get(name)
+        durations_s = [] if section is None else section.durations_s
+        comes_with_steps = section is not None and section.n >= _LOOP_SHARE * steps.times.n > 0 and section.n > 1
+        if section is not None and comes_with_steps:
+            found, _ = _matched_by_fit(times_s[:front], [s for _, s in section.front], usual_s)
+            found += _matched_in_order(listed_s, section.listed_s)
         else:
-            found, rest = _matched_by_fit(times_s, [*rank.unmatched.get(name, ()), *durations_s])
+            found, rest = _matched_by_fit(times_s, [*rank.unmatched.get(name, ()), *durations_s], usual_s)
             # What ended in this record may belong to a step that ends in the next one, but not in one after that; what
             # ended together with the set-up was probably in it.
             left[name] = [s for s in rest if s in durations_s and SETUP not in steps.sections]
@@ -576,7 +632,9 @@ def _matched_in_order(times_s: Sequence[float], durations_s: Sequence[float]) ->
     return out
 
 
-def _matched_by_fit(times_s: Sequence[float], durations_s: Sequence[float]) -> tuple[list[float], list[float]]:
+def _matched_by_fit(
+    times_s: Sequence[float], durations_s: Sequence[float], usual_s: float
+) -> tuple[list[float], list[float]]:
     """A section that is passed now and then: each pass is in the step that is as much longer than the others.
 
     Returns:
@@ -584,7 +642,6 @@ def _matched_by_fit(times_s: Sequence[float], durations_s: Sequence[float]) -> t
     """
     out = [0.0] * len(times_s)
     left = []
-    usual_s = statistics.median(times_s) if times_s else 0.0
     for seconds in sorted(durations_s, reverse=True):
         places = [i for i, t in enumerate(times_s) if t >= seconds and not out[i]]
         if places:

@@ -277,3 +277,47 @@ def test_a_broken_alarm_spares_nothing_and_harms_nobody(suspicion: Any) -> None:
     told.write("alarm", 9.4, stage="spared", key=STEP, suspicion=suspicion)
     told.steps(10.0, {0: [4.8]})
     assert spared(told) == []
+
+
+# -- more passes than a record lists -----------------------------------------------------------------------------------
+def many(n: int, listed_s: Sequence[float], longest: Any, left_out_s: float) -> dict[str, Any]:
+    return {
+        "step": n, "steps": n, "step_times_s": list(listed_s), "longest": longest, "left_out_s": left_out_s,
+        "sections": {}, "lost": 0,
+    }  # fmt: skip
+
+
+def test_the_long_ones_of_many_steps_keep_their_places() -> None:
+    """Also beside another rank's, so that one stall in which all waited is one pass."""
+    told = Told()
+    ranks = {
+        "0": many(500, [0.01] * 200, [[40, 5.0], [90, 3.0]], 2.98),
+        "1": many(500, [0.01] * 200, [[40, 5.1]], 2.99),
+    }
+    told.write("steps", 5.0, ranks=ranks)
+    run = told.reader.result("r")
+    assert [(p.index, p.seconds, p.rank, p.step) for p in run.passes if p.seconds > 1] == [
+        (40, 5.1, 1, 41),
+        (90, 3.0, 0, 91),
+    ]
+    assert (run.unread, run.summed) == (0, 298 + 299)
+    assert len(list(run.passes)) == 202
+
+
+def test_a_long_section_is_taken_off_the_step_it_was_in_when_both_are_among_many() -> None:
+    told = Told()
+    own = {"n": 100, "max_s": 4.0, "durations_s": [0.002] * 20, "longest": [[7, 4.0]], "left_out_s": 0.1}
+    told.write("steps", 5.0, ranks={"0": many(900, [0.01] * 200, [[70, 4.01]], 6.99) | {"sections": {"save": own}}})
+    found = {(p.section, round(p.seconds, 3)) for p in told.reader.result("r").passes}
+    assert ("save", 4.0) in found
+    assert (OUT_OF_SECTION, 0.01) in found
+    assert max(s for name, s in found if name == OUT_OF_SECTION) < 0.02
+
+
+@pytest.mark.parametrize("longest", ["much", [[1]], [[-1, 2.0]], [[400, 2.0]], [[1.5, 2.0]], [None], 3, [["a", "b"]]])
+def test_places_that_are_none_are_passed_over(longest: Any) -> None:
+    told = Told()
+    told.write("steps", 5.0, ranks={"0": many(500, [0.01] * 200, longest, 3.0)})
+    run = told.reader.result("r")
+    assert len(list(run.passes)) == 200
+    assert run.summed == 300
