@@ -93,6 +93,7 @@ FAULTS_NAME: Final = "STEADYRUN_FAULTS"
 SPARE_NOTICE_S: Final = 3.0
 STEP_OUT_S: Final = 5.0
 EXIT_OP: Final = "_RendezvousExitOp"
+BOOTSTRAP: Final = "_bootstrap_store_info"  # of torch's handler: where the ranks' store is, once it is known
 DEFAULT_PORT: Final = 29400  # of torch's c10d rendezvous
 # A verdict ends the job for all nodes alike; of these classes none is only this node's end.
 ENDS_THE_JOB: Final = frozenset(
@@ -564,6 +565,9 @@ class SteadyAgent(LocalElasticAgent):
 
     # -- functions: torch's loop -------------------------------------------------------------------------------------
     def _rendezvous(self, worker_group: Any) -> None:
+        # torch 2.13: who stays rank 0 does not tell its address in a new round, and a spare waits 60 s for it in vain.
+        if getattr(worker_group.spec.rdzv_handler, BOOTSTRAP, None) is not None:
+            setattr(worker_group.spec.rdzv_handler, BOOTSTRAP, None)
         super()._rendezvous(worker_group)
         store: Any = self._store
         handler = worker_group.spec.rdzv_handler
