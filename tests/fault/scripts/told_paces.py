@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from steadyrun import watch
+from steadyrun.core.layout import TIMING_FIELDS
 from steadyrun.core.timing import TAG_FORWARD_SEEN
 from steadyrun.watch.slot import Slot, timing_writer
 
@@ -70,12 +71,12 @@ def main():
             tell("pace", step=step, slow=slow)
         watch.step(step)
         shares = (FORWARD_S * (1 + slow), BACKWARD_S, OPTIMIZER_S, DATA_S)
-        forward_s, backward_s, optimizer_s, data_s = (s * noise.gauss(1, 0.01) for s in shares)
-        busy_s = forward_s + backward_s + optimizer_s + data_s
-        put_timing(
-            step, time.monotonic(), STEP_S, busy_s, forward_s, backward_s, optimizer_s, data_s,
-            0.0, STEP_S - busy_s, busy_s, NAN, NAN, TAG_FORWARD_SEEN, 0.0,
-        )  # fmt: skip
+        names = ("forward_s", "backward_s", "optimizer_s", "data_s")
+        told = {name: share * noise.gauss(1, 0.01) for name, share in zip(names, shares, strict=True)}
+        busy_s = sum(told.values())
+        told |= {"step": step, "at_s": time.monotonic(), "wall_s": STEP_S, "busy_s": busy_s, "cpu_s": busy_s}
+        told |= {"checkpoint_s": 0.0, "wait_s": STEP_S - busy_s, "flags": TAG_FORWARD_SEEN, "starved_s": 0.0}
+        put_timing(*(told.get(name, NAN) for name in TIMING_FIELDS))
         if step % SAVE_EVERY == SAVE_EVERY - 1:
             save(step)
             tell("step", step=step)
