@@ -182,11 +182,11 @@ def delay_other(rule: Rule, threshold: float, logs: np.ndarray, slow: np.ndarray
 
 # -- the tables --------------------------------------------------------------------------------------------------------
 def chosen_rules(arguments: argparse.Namespace) -> list[Rule]:
-    return [r for r in RULES if arguments.heavy or r.name not in HEAVY]
+    return [] if arguments.alone else [r for r in RULES if arguments.heavy or r.name not in HEAVY]
 
 
 def false_alarms(arguments: argparse.Namespace, results: dict[str, Any]) -> dict[str, dict[str, Quiet]]:
-    windows = effort_of(arguments, 20_000, 1_000_000, 12_000_000)
+    windows = arguments.windows or effort_of(arguments, 20_000, 1_000_000, 12_000_000)
     others = effort_of(arguments, 20_000, 200_000, 2_000_000)
     print(
         f"\nfalse alarms per rank-window as shipped, 64 ranks; windows: {windows:.0e} of ours, {others:.0e} of others"
@@ -196,10 +196,10 @@ def false_alarms(arguments: argparse.Namespace, results: dict[str, Any]) -> dict
     for regime in arguments.regimes:
         started = time.process_time()
         table[regime] = {OURS: quiet_ours(regime, 64, 4096, windows, arguments.seed)}
-        table[regime] |= quiet_others(
-            [r for r in rules if r.name not in HEAVY], regime, 64, 2048, others, arguments.seed + 1
-        )
-        if arguments.heavy:
+        if not arguments.alone:
+            light = [r for r in rules if r.name not in HEAVY]
+            table[regime] |= quiet_others(light, regime, 64, 2048, others, arguments.seed + 1)
+        if arguments.heavy and not arguments.alone:
             heavy = [r for r in rules if r.name in HEAVY]
             table[regime] |= quiet_others(heavy, regime, 64, 512, min(others, 100_000), arguments.seed + 2)
         print(f"  {regime}: {time.process_time() - started:.0f} s CPU", flush=True)
@@ -370,6 +370,8 @@ def main() -> None:
         type=lambda text: text.split(","),
         default=["alarms", "delays", "sizes", "many", "traces", "cost", "leader"],
     )
+    parser.add_argument("--alone", action="store_true", help="without other rules")
+    parser.add_argument("--windows", type=float, metavar="N", help="of the first table, in each regime")
     parser.add_argument("--heavy", action="store_true", help="also change points, which are slow; always with --full")
     parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help="folder of trace-*.parquet")
     parser.add_argument("--seed", type=int, default=1)

@@ -360,7 +360,7 @@ class Board:
 def _timing(words: list[float]) -> StepTiming | None:
     """None where the words cannot be a timing: the rank's own code may write anywhere in its memory."""
     step, at_s, wall_s, busy_s, forward_s, backward_s, optimizer_s, data_s, checkpoint_s, wait_s, cpu_s = words[:11]
-    probe_s, work, flags, starved_s = (v if math.isfinite(v) else None for v in words[11:])
+    probe_s, work, flags, starved_s, group_wait_s = (v if math.isfinite(v) else None for v in words[11:])
     if flags is None or not all(map(math.isfinite, words[:11])):
         return None
     return StepTiming(
@@ -379,4 +379,5 @@ def _timing(words: list[float]) -> StepTiming | None:
         work=work,
         flags=int(flags),
         starved_s=starved_s or 0.0,
+        group_wait_s=group_wait_s,
     )

@@ -84,6 +84,7 @@ TIMING_FIELDS = (
     "work",
     "flags",
     "starved_s",
+    "group_wait_s",
 )
 assert len(TIMING_FIELDS) <= TIMING_WORDS
 SLOT_WORDS = S_TIMING + TIMING_RING * TIMING_WORDS

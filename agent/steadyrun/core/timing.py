@@ -41,6 +41,8 @@ class StepTiming:
             had the core, or a quota was used up (/proc/thread-self/schedstat, second number). On hosts with fewer cores
             than busy threads it is most of what differs between ranks: with 4 ranks on 2 loaded cores own work differed
             by 13 % with it and by 3 % without. 0 where times are the device's or the kernel does not tell.
+        group_wait_s: the part of ``wait_s`` in which it waited for other data-parallel replicas, or None where that
+            cannot be told apart: DDP's waits, for buffers before the forward and for the reduction at the end.
     """
 
     step: int
@@ -58,6 +60,7 @@ class StepTiming:
     work: float | None = None
     flags: int = 0
     starved_s: float = 0.0
+    group_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -24,7 +24,7 @@ from steadyrun.detect.straggler import (
 )
 from steadyrun.node.timingwire import NodeFacts, RankFacts
 
-__all__ = ["PaceEvent", "PaceJudge", "PaceNews"]
+__all__ = ["PaceEvent", "PaceJudge", "PaceNews", "replicas_of"]
 
 HELD_FRAMES: Final = 8  # before the first is judged: they tell how long a step is
 BUDGET_S: Final = 0.02  # of CPU time in one call, so that the loop comes back to what is urgent
@@ -86,7 +86,8 @@ class PaceJudge:
                 if not 0 <= rank < self.world_size:
                     continue
                 before = self._facts.get(rank)
-                is_new |= self._nodes.get(rank) != node.node or (before.role if before else None) != facts.role
+                is_new |= self._nodes.get(rank) != node.node or before is None
+                is_new |= before is not None and (before.role, before.replica) != (facts.role, facts.replica)
                 self._facts[rank], self._nodes[rank] = facts, node.node
         if is_new and self._watch is not None:
             self._cut_short += [self._event(PaceNews.LASTS, a) for a in self.open_alarms()]
@@ -157,7 +158,13 @@ class PaceJudge:
 
     def _judge_one(self, frame: StepFrame) -> list[PaceEvent]:
         if self._watch is None:
-            self._watch = PaceWatch(self._config(frame), self.roles, self.world_size, nodes=self._nodes)
+            self._watch = PaceWatch(
+                self._config(frame),
+                self.roles,
+                self.world_size,
+                nodes=self._nodes,
+                groups=replicas_of({r: f.replica for r, f in self._facts.items()}),
+            )
         self.judged += 1
         began = self._watch.take(frame)
         now = {a.key: a for a in self._watch.open_alarms()} if began else {}
@@ -182,3 +189,15 @@ class PaceJudge:
     def _event(self, news: PaceNews, alarm: Alarm) -> PaceEvent:
         since = None if alarm.kind is AlarmKind.TRANSIENT else self._at_unix_s.get(alarm.first_step)
         return PaceEvent(news, alarm, since)
+
+
+def replicas_of(names: Mapping[int, str]) -> Mapping[str, Sequence[int]]:
+    """Ranks of each data-parallel replica, by what each says of its own (empty: nothing).
+
+    None where there is but one, or where each is a single rank, which is compared with the others anyway.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, name in sorted(names.items()):
+        if name:
+            found.setdefault(name, []).append(rank)
+    return found if len(found) > 1 and min(map(len, found.values())) > 1 else {}

@@ -21,7 +21,7 @@ MOST_TIMINGS: Final = 4096  # of a rank, that wait to be taken
 SEEN_OPEN_S: Final = 0.25  # a section that was seen open for so long is not missed
 COLUMNS: Final = (
     "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
-    "starved_s", "probe_s", "work", "flags",
+    "starved_s", "probe_s", "work", "flags", "group_wait_s",
 )  # fmt: skip
 
 

@@ -25,9 +25,9 @@ from steadyrun.node.control import ControlChannel, PaceTold
 from steadyrun.node.incident import Incident
 from steadyrun.node.pacejudge import PaceEvent, PaceJudge, PaceNews
 from steadyrun.node.slowaction import CostMeter, SlowAction
-from steadyrun.node.timingwire import NodeFacts, RankFacts, TimingInbox, TimingOutbox, role_of
+from steadyrun.node.timingwire import MOST_NAME, NodeFacts, RankFacts, TimingInbox, TimingOutbox, role_of
 
-__all__ = ["ACTIONS", "RankPlace", "Replacement", "Straggling", "read_role"]
+__all__ = ["ACTIONS", "RankPlace", "Replacement", "Straggling", "read_place", "read_role"]
 
 log = structlog.get_logger()
 
@@ -121,7 +121,7 @@ class Straggling:
         self._heard: dict[int, bytes] = {}  # by group rank, a message that was not read yet
         self._rows: dict[int, list[StepTiming]] = {}
         self._facts = NodeFacts(node)
-        self._roles: dict[int, tuple[int, Role | None]] = {}  # by rank: of which file (mtime), and what it says
+        self._roles: dict[int, tuple[int, Role | None, str]] = {}  # by rank: of which file (mtime), and what it says
         self._groups: dict[int, NodeFacts] = {}  # by group rank
         self._hosts_store = False
         self._costs = CostMeter()
@@ -225,7 +225,7 @@ class Straggling:
 
     def _look_at_roles(self, turn: _Turn, places: Iterable[RankPlace]) -> None:
         ranks = tuple(
-            RankFacts(p.rank, p.local_rank, p.pid, self._role_of(p.rank, p.folder))
+            RankFacts(p.rank, p.local_rank, p.pid, *self._place_of(p.rank, p.folder))
             for p in sorted(places, key=lambda p: p.rank)
         )
         facts = NodeFacts(self._node, ranks, self._hosts_store)
@@ -235,16 +235,16 @@ class Straggling:
                 self._groups[0] = facts
                 turn.judge.introduce(facts)
 
-    def _role_of(self, rank: int, folder: Path) -> Role | None:
+    def _place_of(self, rank: int, folder: Path) -> tuple[Role | None, str]:
         path = folder / "role.json"
         try:
             changed_ns = path.stat().st_mtime_ns
         except OSError:
-            return None
+            return None, ""
         known = self._roles.get(rank)
         if known is None or known[0] != changed_ns:
-            known = self._roles[rank] = (changed_ns, read_role(path))
-        return known[1]
+            known = self._roles[rank] = (changed_ns, *read_place(path))
+        return known[1:]
 
     # -- judging (leader) ----------------------------------------------------------------------------------------------
     def _judge(self, turn: _Turn, judge: PaceJudge, now_s: float) -> None:
@@ -385,13 +385,22 @@ def _evidence(alarm: Alarm, turn: _Turn, judge: PaceJudge) -> list[RankEvidence]
 
 
 def read_role(path: Path) -> Role | None:
-    """What a rank wrote of its role, or None where that cannot be used: the rank's own code may write anything."""
+    """What a rank wrote of its role, or None where that cannot be used."""
+    return read_place(path)[0]
+
+
+def read_place(path: Path) -> tuple[Role | None, str]:
+    """A rank's role and data-parallel replica as it wrote them; None and nothing where that cannot be used.
+
+    The rank's own code may write anything.
+    """
     try:
         with path.open("rb") as f:
             told = json.loads(f.read(MOST_ROLE_BYTES))
         mesh = told.get("mesh") or {}
         key = told["key"]
-        name = told.get("name") or " ".join(f"{k}={v}" for k, v in zip(mesh, mesh.values(), strict=True) if k != "dp")
-        return role_of(name or "all", key)
+        name = told.get("name") or " ".join(f"{k}={v}" for k, v in mesh.items() if [k, v] in key)
+        replica = " ".join(f"{k}={v}" for k, v in mesh.items() if [k, v] not in key)
+        return role_of(name or "all", key), replica[:MOST_NAME]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+        return None, ""

@@ -43,12 +43,16 @@ MOST_NAME: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank, where it runs, and with whom it can be compared (None: not known yet, or with everybody)."""
+    """One rank, where it runs, and with whom it can be compared (None: not known yet, or with everybody).
+
+    *replica* names its place among the data-parallel replicas (``dp=1``): ranks of one replica work on the same data.
+    """
 
     rank: int
     local_rank: int
     pid: int
     role: Role | None = None
+    replica: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class NodeFacts:
 
     def to_bytes(self) -> bytes:
         ranks = [
-            [f.rank, f.local_rank, f.pid, None if f.role is None else [f.role.name, list(f.role.key)]]
+            [f.rank, f.local_rank, f.pid, None if f.role is None else [f.role.name, list(f.role.key)], f.replica]
             for f in self.ranks
         ]
         told = {"node": self.node, "hosts_store": self.hosts_store, "ranks": ranks}
@@ -77,8 +81,14 @@ class NodeFacts:
         try:
             told = json.loads(data)
             ranks = tuple(
-                RankFacts(int(rank), int(local_rank), int(pid), None if role is None else role_of(role[0], role[1]))
-                for rank, local_rank, pid, role in told["ranks"]
+                RankFacts(
+                    int(rank),
+                    int(local_rank),
+                    int(pid),
+                    None if role is None else role_of(role[0], role[1]),
+                    str(replica)[:MOST_NAME],
+                )
+                for rank, local_rank, pid, role, replica in told["ranks"]
             )
             return cls(str(told["node"])[:MOST_NAME], ranks, bool(told["hosts_store"]))
         except (TypeError, KeyError, IndexError, RecursionError) as e:

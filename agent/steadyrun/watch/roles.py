@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from steadyrun.watch.files import write_whole
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-__all__ = ["SCHEMA", "coordinates_of", "key_of", "write_role"]
+__all__ = ["SCHEMA", "coordinates_among", "coordinates_of", "key_of", "write_role"]
 
 SCHEMA = "steadyrun.role/1"
 _DATA_PARALLEL = ("dp", "ddp", "data", "fsdp", "hsdp", "replicate", "shard", "batch")
@@ -45,6 +46,26 @@ def coordinates_of(parameters: Iterable[Any]) -> dict[str, int]:
             if at is not None:
                 found.update(zip(map(str, names), map(int, at), strict=False))
     return found
+
+
+def coordinates_among(modules: Iterable[Any]) -> dict[str, int]:
+    """This rank's place by the process groups of DDP; empty where all ranks hold one model, or none says.
+
+    Ranks of one such group hold the same part of the model, which is named by the first of them. Their order in it is
+    that of the data-parallel replicas.
+    """
+    for module in modules:
+        group = module.__dict__.get("process_group")
+        if group is None or type(module).__name__ != "DistributedDataParallel":
+            continue
+        try:
+            distributed = sys.modules["torch.distributed"]
+            ranks = distributed.get_process_group_ranks(group)
+            if 1 < len(ranks) < distributed.get_world_size():
+                return {"dp": ranks.index(distributed.get_rank()), "part": int(ranks[0])}
+        except Exception:  # a group of a kind of its own
+            continue
+    return {}
 
 
 def _root_of(mesh: Any) -> Any:

@@ -49,7 +49,7 @@ from steadyrun.watch.ledger import (
     Ledger,
 )
 from steadyrun.watch.probe import FixedWork, Rhythm
-from steadyrun.watch.roles import coordinates_of, write_role
+from steadyrun.watch.roles import coordinates_among, coordinates_of, write_role
 from steadyrun.watch.slot import move_high
 from steadyrun.watch.torchhooks import uncompiled
 
@@ -348,14 +348,15 @@ class Timing:
         waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
         data_s, waited, starved, cpu = split(DATA)
         waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
-        no_grad_s = 0.0
+        no_grad_s, group_wait_s = 0.0, NAN
         if self._has_tail or self._no_grad:
             no_grad_s, waited, starved, cpu = split(NO_GRAD)
             waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
-            before_s, waited, _, cpu = split(PROLOGUE)
-            forward_s, waited_s, cpu_s = forward_s + before_s, waited_s + waited, cpu_s + cpu
+            before_s, group_wait_s, _, cpu = split(PROLOGUE)
+            forward_s, cpu_s = forward_s + before_s, cpu_s + cpu
             _, waited, _, cpu = split(TAIL)
-            waited_s, cpu_s = waited_s + waited, cpu_s + cpu
+            group_wait_s, cpu_s = group_wait_s + waited, cpu_s + cpu
+            waited_s += group_wait_s
         now_s = ledger.at_s
         wall_s = now_s - self._began_s
         self._began_s = now_s
@@ -387,6 +388,8 @@ class Timing:
         else:
             forward_s = backward_s = optimizer_s = data_s = 0.0
             self._unseen += 1
+        if not is_whole or not self._has_tail:
+            group_wait_s = NAN
         saving_s = ledger.wall_s(CHECKPOINT)
         self._put(
             step,
@@ -404,6 +407,7 @@ class Timing:
             self._work,
             flags,
             starved_s,
+            group_wait_s,
         )
         ledger.clear()
         self._forwards = self._begun = self._ended = self._left = self._no_grad = 0
@@ -450,7 +454,7 @@ class Timing:
         distributed = sys.modules.get("torch.distributed")
         is_alone = distributed is None or not distributed.is_available() or not distributed.is_initialized()
         self._has_tail = not is_alone and not meshes  # DDP's, or whatever else reduces gradients
-        found = coordinates_of(parameters)
+        found = coordinates_of(parameters) or coordinates_among(roots)
         if found and self._told_role is None:
             self._tell_role(found)
 

@@ -11,7 +11,9 @@ from steadyrun.core import layout
 from steadyrun.core.timing import TAG_FORWARD_SEEN, StepTiming
 from steadyrun.watch.slot import timing_writer
 
-TIMING = StepTiming(12, 3.5, 0.5, 0.4, 0.1, 0.2, 0.05, 0.05, 0.01, 0.09, 0.45, 0.005, 4096.0, TAG_FORWARD_SEEN, 0.02)
+TIMING = StepTiming(
+    12, 3.5, 0.5, 0.4, 0.1, 0.2, 0.05, 0.05, 0.01, 0.09, 0.45, 0.005, 4096.0, TAG_FORWARD_SEEN, 0.02, 0.04
+)
 
 
 def values(timing: StepTiming) -> tuple[float, ...]:
@@ -24,7 +26,7 @@ def test_the_order_on_the_board_is_that_of_the_record() -> None:
 
 def test_a_timing_is_read_as_it_was_written(slot: Any) -> None:
     put = timing_writer(slot.board.words, slot.base)
-    bare = dataclasses.replace(TIMING, step=13, probe_s=None, work=None)
+    bare = dataclasses.replace(TIMING, step=13, probe_s=None, work=None, group_wait_s=None)
     put(*values(TIMING))
     put(*values(bare))
     assert slot.board.timings(1, 0) == ([TIMING, bare], 2, 0)

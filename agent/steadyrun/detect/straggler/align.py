@@ -16,12 +16,12 @@ from steadyrun.detect.straggler.records import Floats, StepDetails, StepFrame
 __all__ = ["FIELDS", "RECORD_BYTES", "StepAlignment", "TimingBlock"]
 
 FIELDS: Final = (
-    "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
+    "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "group_wait_s", "wait_s", "cpu_s",
     "probe_s", "work", "flags", "starved_s",
 )  # fmt: skip
 AT: Final = {name: index for index, name in enumerate(FIELDS)}
 HEAD: Final = struct.Struct("<4sI")
-MAGIC: Final = b"SRT2"
+MAGIC: Final = b"SRT3"
 # One rank's step. Rows of one size can be joined as bytes: a leader with hundreds of nodes reads them all at once.
 ROW: Final = struct.Struct(f"<qi{len(FIELDS)}f")
 RECORD: Final = np.dtype([("step", "<i8"), ("rank", "<i4"), ("values", "<f4", (len(FIELDS),))])
@@ -95,8 +95,9 @@ class TimingBlock:
 def _packed(rank: int, t: StepTiming) -> bytes:
     probe_s = NAN if t.probe_s is None else t.probe_s
     work = NAN if t.work is None else t.work
+    group_wait_s = NAN if t.group_wait_s is None else t.group_wait_s
     values = (
-        t.wall_s, t.busy_s, t.forward_s, t.backward_s, t.optimizer_s, t.data_s, t.checkpoint_s, t.wait_s, t.cpu_s,
+        t.wall_s, t.busy_s, t.forward_s, t.backward_s, t.optimizer_s, t.data_s, group_wait_s, t.wait_s, t.cpu_s,
         probe_s, work, t.flags & 0xFFFF, t.starved_s,
     )  # fmt: skip
     if not 0 <= t.step < MOST_STEP or max(values) > MOST_VALUE or min(values) < -MOST_VALUE:
@@ -221,6 +222,7 @@ def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
             data_s=column("data_s"),
             cpu_s=column("cpu_s"),
             wait_s=column("wait_s"),
+            group_wait_s=column("group_wait_s"),
             starved_s=column("starved_s"),
         ),
     )

@@ -25,7 +25,8 @@ from steadyrun.detect.straggler import (
     sentence,
 )
 from steadyrun.detect.straggler.align import FIELDS, RECORD, Records
-from steadyrun.node.straggling import read_role
+from steadyrun.node.pacejudge import replicas_of
+from steadyrun.node.straggling import read_place
 
 __all__ = ["AttemptPaces", "RunPaces", "Told", "read_paces"]
 
@@ -34,7 +35,11 @@ MOST_RANKS: Final = 1 << 17
 MOST_STEP: Final = 1 << 62
 PATIENCE_S: Final = 15.0  # nodes write every 5 s, each at its own time
 OPEN_STEPS: Final = 4096  # steps that may wait for the records of other nodes
-UNKNOWN: Final = ("probe_s", "work")  # what a column that is missing means: not known, where others mean 0
+UNKNOWN: Final = (
+    "probe_s",
+    "work",
+    "group_wait_s",
+)  # what a column that is missing means: not known, where others mean 0
 BEGUN, OVER, LASTED = "began", "ended", "lasts"
 
 
@@ -227,8 +232,10 @@ def _attempts(
             continue
         here = {rank: node for (a, rank), node in nodes.items() if a == attempt}
         world_size = 1 + max([*here, *(int(b.ranks.max()) for _, b in blocks)])
-        roles = {r: role for r in range(world_size) if (role := read_role(run.rank_dir(attempt, r) / "role.json"))}
-        report = analyse(_frames(blocks, world_size), roles or None, world_size, nodes=here)
+        places = {r: read_place(run.rank_dir(attempt, r) / "role.json") for r in range(world_size)}
+        roles = {r: role for r, (role, _) in places.items() if role is not None}
+        replicas = replicas_of({r: replica for r, (_, replica) in places.items()})
+        report = analyse(_frames(blocks, world_size), roles or None, world_size, nodes=here, groups=replicas)
         every = max((r["every"] for r in records if isinstance(r.get("every"), int)), default=1)
         out.append(AttemptPaces(attempt, report, every))
     return out
