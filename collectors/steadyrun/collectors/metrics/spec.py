@@ -3,9 +3,10 @@
 How to use it. ``SPEC["rank_alive"]`` is a :class:`Family`; keys are names without ``steadyrun_``. An exporter makes its
 ``prometheus_client`` family from ``family.base_name``, ``family.help`` and ``family.label_names`` (the client appends
 ``_total`` and ``_info`` itself; a custom collector must not give ``created``), and for a closed set of label values it
-sends each of ``family.label_sets()`` from the start: a counter that is born at 1 is not seen by ``increase()``. A rule or a panel may only ask for ``SAMPLES``, which maps every name that Prometheus stores
-(``_bucket``, ``_sum`` and ``_count`` too) to its family. Whoever exports something new adds a row here first; a test
-compares what is exported with this table, and others compare rules and dashboards with it.
+sends each of ``family.label_sets()`` from the start: a counter that is born at 1 is not seen by ``increase()``. A rule
+or a panel may only ask for ``SAMPLES``, which maps every name that Prometheus stores (``_bucket``, ``_sum`` and
+``_count`` too) to its family. Whoever exports something new adds a row here first; a test compares what is exported
+with this table, and others compare rules and dashboards with it.
 
 Conventions. Base units; times of day as unix seconds, never ages; ratios from 0 to 1; states as one series a state that
 is 0 or 1. No label ``job``, ``instance`` or ``run_id``: these belong to the scrape target, where service discovery puts
@@ -26,8 +27,8 @@ from types import MappingProxyType
 from typing import Final
 
 from steadyrun.collectors.kernel.kinds import KINDS
-from steadyrun.collectors.kernel.xids import XidClass
 from steadyrun.collectors.nvml.reading import THROTTLE_REASONS
+from steadyrun.collectors.protocol import Health
 from steadyrun.core.classes import FaultClass
 
 __all__ = ["NAMESPACE", "SAMPLES", "SPEC", "TARGET_LABELS", "Family", "Label", "MetricType", "Source", "Unit"]
@@ -130,14 +131,17 @@ _G, _C, _H, _I = MetricType.GAUGE, MetricType.COUNTER, MetricType.HISTOGRAM, Met
 _NODE, _LEADER, _RANK, _GPU = Source.NODE, Source.LEADER, Source.RANK, Source.GPU
 _S, _AT, _BOOL, _RATIO, _B = Unit.SECONDS, Unit.TIMESTAMP, Unit.BOOL, Unit.RATIO, Unit.BYTES
 
-_SHORT: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-_SECTION: Final = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-_LONG: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_SHORT: Final = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
+_SECTION: Final = (0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0, 1000.0)
+_LONG: Final = (0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1200.0)
 
 _RANK_LABEL: Final = Label("rank")
 _GPU_LABEL: Final = Label("gpu")
 _SECTION_LABEL: Final = Label("section")
-_TIER: Final = Label("tier", ("memory", "peer", "local", "shared"))
+# An Xid of any other class of the catalogue asks for nothing by itself and is counted as ``other``.
+XID_CLASSES: Final = ("app", "reset", "fabric", "reboot", "hardware", "unknown", "other")
+# Kinds of the kernel log that are trouble, SXid, and corrected memory errors as their rate tells.
+KERNEL_EVENTS: Final = ("sxid", *(k.name for k in KINDS.values() if k.health is not Health.HEALTHY), "edac_corrected")
 _PORT: Final = (Label("device"), Label("port"))
 
 # As NodePhase of the node's machine, in its order.
@@ -235,9 +239,9 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("restarts_total", _C, _LEADER, "Restarts begun, by what made them necessary",
            labels=(Label("trigger", TRIGGERS),)),
     Family("restarts_remaining", _G, _LEADER, "Restarts left in the budget"),
-    Family("restart_duration_seconds", _H, _LEADER, "Time of a restart by phase, up to the first step", _S,
-           (Label("phase", RESTART_PHASES),), _LONG),
-    Family("restart_last_duration_seconds", _G, _LEADER, "The newest of restart_duration_seconds", _S,
+    Family("restart_duration_seconds", _H, _LEADER, "From the decision to restart until the first step", _S,
+           buckets=_LONG),
+    Family("restart_last_duration_seconds", _G, _LEADER, "The newest of restart_duration_seconds, by phase", _S,
            (Label("phase", RESTART_PHASES),)),
     Family("last_restart_timestamp_seconds", _G, _LEADER, "When the newest restart began; 0 for never", _AT),
     Family("rank_exits_total", _C, _NODE, "Ends of ranks by reason", labels=(Label("reason", EXIT_REASONS),)),
@@ -273,8 +277,7 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("checkpoint_last_durable_step", _G, _LEADER, "Step of the newest durable checkpoint"),
     Family("checkpoint_interval_seconds", _G, _LEADER, "Interval in force between durable checkpoints", _S),
     Family("checkpoint_in_flight", _G, _LEADER, "Saves that are not durable yet"),
-    Family("checkpoint_restore_seconds", _H, _LEADER, "Time to load a checkpoint, by where it came from", _S, (_TIER,),
-           _LONG),
+    Family("checkpoint_restore_seconds", _H, _LEADER, "Time to load a checkpoint", _S, buckets=_LONG),
     Family("checkpoint_last_restore_seconds", _G, _LEADER, "The newest of checkpoint_restore_seconds", _S),
     # -- goodput --------------------------------------------------------------------------------------------------
     Family("job_wall_seconds_total", _C, _LEADER, "Wall time since the job began", _S),
@@ -299,7 +302,7 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("gpu_clock_event_active", _G, _GPU, "1 while the driver names the reason for a lowered clock", _BOOL,
            (_GPU_LABEL, Label("reason", tuple(THROTTLE_REASONS.values())))),
     Family("gpu_throttled_seconds_total", _C, _GPU, "Time held back, from the driver's counters", _S,
-           (_GPU_LABEL, Label("reason", ("power", "sw_thermal", "hw_thermal", "power_brake")))),
+           (_GPU_LABEL, Label("reason", ("power", "thermal")))),
     Family("gpu_utilization_ratio", _G, _GPU, "Share of time in which a kernel ran", _RATIO, (_GPU_LABEL,)),
     Family("gpu_memory_used_bytes", _G, _GPU, "Memory in use", _B, (_GPU_LABEL,)),
     Family("gpu_memory_total_bytes", _G, _GPU, "Memory", _B, (_GPU_LABEL,)),
@@ -310,7 +313,7 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("gpu_row_remap_pending", _G, _GPU, "1 when a row waits for a reset to be replaced", _BOOL, (_GPU_LABEL,)),
     Family("gpu_row_remap_failed", _G, _GPU, "1 when a row could not be replaced", _BOOL, (_GPU_LABEL,)),
     Family("gpu_xid_errors_total", _C, _GPU, "Xid events by what they ask for",
-           labels=(_GPU_LABEL, Label("class", tuple(c.value for c in XidClass)))),
+           labels=(_GPU_LABEL, Label("class", XID_CLASSES))),
     Family("gpu_xid_last_timestamp_seconds", _G, _GPU, "When the Xid was last seen; absent until then", _AT,
            (_GPU_LABEL, Label("xid"))),
     Family("gpu_nvlink_active_links", _G, _GPU, "NVLinks up", labels=(_GPU_LABEL,)),
@@ -321,7 +324,7 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("gpu_pcie_link_width_max", _G, _GPU, "PCIe lanes that card and slot could use", labels=(_GPU_LABEL,)),
     # -- the host -------------------------------------------------------------------------------------------------
     Family("host_kernel_events_total", _C, _NODE, "Events in the kernel log by kind, since the agent began",
-           labels=(Label("event", ("sxid", "xid", *KINDS)),)),
+           labels=(Label("event", KERNEL_EVENTS),)),
     Family("host_kernel_messages_lost_total", _C, _NODE, "Kernel messages overwritten before they could be read"),
     Family("host_memory_available_bytes", _G, _NODE, "Memory that can be had, of host and control group", _B),
     Family("host_oom_kills_total", _C, _NODE, "Processes ended for want of memory: of the agent's control group, or of "
