@@ -227,6 +227,9 @@ _ROWS: Final[tuple[Family, ...]] = (
     # -- hangs and incidents --------------------------------------------------------------------------------------
     Family("hangs_total", _C, _NODE, "Ranks found hung, by what gave them away",
            labels=(Label("kind", SUSPICION_KINDS),)),
+    Family("rank_hung_last_timestamp_seconds", _G, _RANK,
+           "When the rank was last found hung; absent until then. An alert on it sees a hang that is over before the "
+           "next scrape", _AT, (_RANK_LABEL,)),
     Family("hang_detection_seconds", _H, _NODE, "From a hung rank's last progress until it was found", _S,
            buckets=_LONG),
     Family("hang_last_detection_seconds", _G, _NODE, "The newest of hang_detection_seconds", _S),
