@@ -18,6 +18,7 @@ drain                  first wins  JSON: somebody was asked to stop; ranks shoul
 calls/G                each node   how often its ranks have called should_stop()
 stop_at                leader      the call from which should_stop() is true
 pace/A/G               each node   its ranks' newest step timings, packed; set anew every second
+metrics/G              each node   host:port where it serves its metrics
 =====================  ==========  ==========================================================================
 """
 
@@ -41,6 +42,7 @@ __all__ = [
     "Finished",
     "Lost",
     "Message",
+    "MetricsTold",
     "PaceTold",
     "StopAtTold",
     "StopTold",
@@ -116,6 +118,12 @@ class PaceTold:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsTold:
+    group_rank: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     reason: str
 
@@ -132,6 +140,7 @@ Message = (
     | CallsTold
     | StopAtTold
     | PaceTold
+    | MetricsTold
     | Lost
 )
 
@@ -212,6 +221,14 @@ class ControlChannel:
         """By the leader: hear what all other nodes tell of an attempt's pace, and of no other attempt's."""
         self._store.follow([f"pace/{attempt}/{g}" for g in range(1, self.group_world_size)], every_s)
 
+    def tell_metrics(self, address: str) -> None:
+        """Where this node serves its metrics."""
+        self._store.set(f"metrics/{self.group_rank}", address.encode())
+
+    def expect_metrics(self) -> None:
+        """By the leader: hear where the others do."""
+        self._watch(f"metrics/{g}" for g in range(1, self.group_world_size))
+
     # -- hearing -----------------------------------------------------------------------------------------------------
     def drain(self) -> list[Message]:
         """Messages since the last call, in order of arrival; a malformed one is dropped (it came from a peer)."""
@@ -260,6 +277,8 @@ class ControlChannel:
                 case "pace":
                     attempt, _, group_rank = rest.partition("/")
                     return PaceTold(int(attempt), int(group_rank), value)
+                case "metrics":
+                    return MetricsTold(int(rest), value.decode()[:300])
                 case _:
                     return None
         except (ValueError, KeyError, TypeError):

@@ -210,6 +210,10 @@ class IncidentDesk:
 
         self._collector.start(targets, incident.folder, stack_signal, limit_s, finished, exit_of)
 
+    def own_evidence(self, incident: Incident) -> tuple[RankEvidence, ...]:
+        """What was collected of this node's ranks."""
+        return self._own.get(incident.number, ())
+
     def packed_evidence(self, incident: Incident) -> dict[str, Any]:
         """This node's evidence for the leader; long stacks are cut, the files keep everything."""
         ranks = [to_json(_shortened(r)) for r in self._own.get(incident.number, ())]

@@ -8,6 +8,7 @@ the incident desk what the evidence means, the policy what follows.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import math
 import os
@@ -38,10 +39,12 @@ from steadyrun.detect.policy import History, PolicyLimits
 from steadyrun.node import control
 from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
+from steadyrun.node.exporter import Exporter, ExporterPlan, SdTarget
 from steadyrun.node.guardian import Guardian
 from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
 from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.node import NodeMachine
+from steadyrun.node.metrics import NodeFacts, NodeMetrics, RankLook
 from steadyrun.node.ports import (
     Membership,
     ProcessTable,
@@ -92,6 +95,7 @@ class NodeSpec:
         rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
         timing: ranks tell how long each step's own work took.
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
+        metrics: where this node's metrics are served.
     """
 
     run_id: str
@@ -115,6 +119,7 @@ class NodeSpec:
     rollback: Mapping[str, Any] | None = None
     timing: bool = True
     straggler_action: str = "report"
+    metrics: ExporterPlan = field(default_factory=ExporterPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +263,19 @@ class NodeAgent:
         self._machine = NodeMachine(spec.local_world_size, spec.limits, spec.mode, observed=spec.observed)
         self._board = Board.create_anonymous(spec.local_world_size)
         self._calibration = Calibration(spec.run_folder, spec.configuration, spec.limits, spec.timeouts)
-        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node, self._calibration.read)
+        self._metrics = NodeMetrics(
+            self._facts(None),
+            clock.now_s(),
+            clock.unix_s(),
+            lambda: clock.unix_s() - clock.now_s(),
+            clock.now_s,
+            self._helper_pids,
+        )
+        self._exporter = Exporter(
+            spec.metrics, self._metrics.series, spec.run_id, f"{spec.run_id}-{spec.node}", self._on_exporter
+        )
+        self._metrics_address: str | None = None
+        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node, self._on_record)
         self._mailbox = _Mailbox()
         self._proc = ProcessReader()
         self._selector = selectors.DefaultSelector()
@@ -312,6 +329,7 @@ class NodeAgent:
         self._next_waiting_s = 0.0
         self._next_descendants_s = 0.0
         self._next_idle_s = math.inf
+        self._awake_since_s = clock.now_s()
         self._idle_since: dict[int, tuple[ProcessSample, float]] = {}
         self._started_unix_s = clock.unix_s()
         self._live_path = spec.run_folder.state / f"{spec.node}.json"
@@ -340,6 +358,7 @@ class NodeAgent:
                 )
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
+            self._exporter.start()
             self._do(self._machine.start(self._clock.now_s()))
             while self._outcome is None:
                 self._one_pass()
@@ -355,7 +374,11 @@ class NodeAgent:
         if self._tailer is not None:
             wake_s = min(wake_s, self._next_tail_s)
         timeout_s = min(max(wake_s - now_s, 0.0), POLL_S)
-        for key, _ in self._selector.select(timeout_s):
+        busy_s = now_s - self._awake_since_s  # nobody was listened to for so long
+        ready = self._selector.select(timeout_s)
+        self._awake_since_s = self._clock.now_s()
+        self._metrics.lagged(now_s, max(busy_s, self._awake_since_s - now_s - timeout_s, 0.0))
+        for key, _ in ready:
             key.data()
         now_s = self._clock.now_s()
         self._board.words[layout.H_AGENT_BEAT] = layout.now_word(self._board.base_ns)
@@ -409,6 +432,10 @@ class NodeAgent:
         for then in self._mailbox.drain():
             then()
 
+    def _on_record(self, record: Mapping[str, Any]) -> None:
+        self._calibration.read(record)
+        self._metrics.read(record)
+
     def _record(self, type_: str, **fields: Any) -> None:
         self._journal.write(type_, self._clock.unix_s(), self._clock.now_s(), self._attempt, **fields)
 
@@ -431,7 +458,7 @@ class NodeAgent:
                 case ev.Probe():
                     self._probe(command)
                 case ev.Suspect(suspicion=suspicion, note=note):
-                    self._record("suspicion", suspicion=suspicion, note=note)
+                    self._record("suspicion", suspicion=suspicion, note=note, acts=command.acts)
                     self._say(f"steadyrun: {note}")
                 case ev.Alarm(stage=stage, key=key, suspicion=suspicion, note=note):
                     self._record("alarm", stage=stage, key=key, suspicion=suspicion, note=note)
@@ -497,6 +524,10 @@ class NodeAgent:
             "machine": scores.machine(self._spec.node),
         }
         self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
+        self._exporter.take_membership(membership.group_rank)
+        self._tell_metrics()
+        if self._channel.is_leader:
+            self._channel.expect_metrics()
 
     def _close_channel(self) -> None:
         if self._channel is not None:
@@ -573,6 +604,8 @@ class NodeAgent:
                     channel.tell_stop_at(max(self._calls.values()) + ahead)
             case control.PaceTold():
                 self._pace.hear(message)
+            case control.MetricsTold(group_rank=group_rank, address=address):
+                self._exporter.add_target(SdTarget(address, self._spec.run_id, group_rank))
             case control.StopAtTold(call=call):
                 self._board.words[layout.H_STOP_AT_CALL] = call
                 self._record("stop_agreed", call=call)
@@ -713,6 +746,9 @@ class NodeAgent:
         return process.exit if process is not None else None
 
     def _on_collected(self, attempt: int, incident: Incident) -> None:
+        found = self._desk.own_evidence(incident)
+        living = [r for r in found if r.exit is None and r.attached]
+        self._metrics.take_dumps([bool(r.stacks) for r in living], [r.flight is not None for r in living])
         if incident.only_report:
             world_size = self._membership.world_size if self._membership is not None else 0
             self._tell_verdict(incident, self._desk.judge_own(incident, world_size, self._history))
@@ -728,6 +764,7 @@ class NodeAgent:
         spares = self._rendezvous.spares()
         incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares)
         self._history = judged.history
+        self._count_budget()
         self._tell_verdict(incident, judged)
         if self._saver is not None and self._history.attempts:
             ended = self._history.attempts[-1]
@@ -771,7 +808,13 @@ class NodeAgent:
         if decision.action is not Action.REPORT:
             self._pace.end_attempt()
         self._root_cause = decision.root_cause
-        self._record("decision", action=decision.action, next_attempt=decision.next_attempt, reason=decision.reason)
+        self._record(
+            "decision",
+            action=decision.action,
+            next_attempt=decision.next_attempt,
+            reason=decision.reason,
+            excluded=list(decision.excluded_nodes),
+        )
         self._feed(ev.Decided(decision))
 
     def _probe(self, command: ev.Probe) -> None:
@@ -887,6 +930,8 @@ class NodeAgent:
         membership = self._membership
         assert membership is not None
         self._pace.begin_attempt(attempt, membership.world_size, self._channel, membership.hosts_store)
+        self._metrics.begin_attempt(self._facts(membership))
+        self._count_budget()
         self._desk.begin_attempt(attempt)
         self._tell_saver(attempt)
 
@@ -1070,13 +1115,58 @@ class NodeAgent:
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
         views, attempt = self._views, self._attempt
         self._sample(now_s, views)
+        looks = [
+            RankLook(p.rank, p.local_rank, p.pid, states.get(p.rank, ""), views[p.rank]) for p in self._ranks.values()
+        ]
+        self._metrics.take_ranks(now_s, looks, self._board)
         self._feed(ev.StatesRead(states))
         if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet
             self._feed(ev.BoardRead(views))
 
+    # -- metrics -----------------------------------------------------------------------------------------------------
+    def _facts(self, membership: Membership | None) -> NodeFacts:
+        spec, m = self._spec, membership
+        facts = NodeFacts(spec.run_id, spec.node, _version(), spec.local_world_size)
+        if m is None:
+            return facts
+        return replace(facts, group_rank=m.group_rank, nodes=m.group_world_size, world_size=m.world_size)
+
+    def _helper_pids(self) -> list[int]:
+        """Processes that belong to the agent; from any thread."""
+        saver = self._saver.pid() if self._saver is not None else None
+        return [pid for pid in (saver,) if pid is not None]
+
+    def _on_exporter(self, address: str | None, why: str) -> None:
+        """From the exporter's thread."""
+
+        def tell() -> None:
+            self._metrics_address, self._next_live_s = address, 0.0
+            self._record("metrics", address=address, why=why)
+            if why:
+                self._say(f"steadyrun: {why}")
+            self._tell_metrics()
+
+        self._mailbox.post(tell)
+
+    def _tell_metrics(self) -> None:
+        if self._channel is not None and self._metrics_address is not None:
+            self._channel.tell_metrics(self._metrics_address)
+
+    def _count_budget(self) -> None:
+        history = self._history
+        if self._spec.max_restarts is not None:
+            used = sum(1 for a in history.attempts if a.row is None or a.row.counts)
+            self._metrics.take_budget(self._spec.max_restarts - used)
+        else:
+            used = history.restarts_since_progress + 1 if history.attempts else 0
+            self._metrics.take_budget(self._spec.restart_budget - used)
+
     def _write_live(self, now_s: float) -> None:
         self._next_live_s = now_s + LIVE_S
         spec = self._spec
+        limits = self._limits_told()
+        self._metrics.take_limits(limits)
+        self._metrics.take_lost_records(self._journal.lost)
         data = {
             "schema": "steadyrun.live/1",
             "run_id": spec.run_id,
@@ -1097,7 +1187,8 @@ class NodeAgent:
             "updated_at_unix_s": self._clock.unix_s(),
             "saver_pid": self._saver.pid() if self._saver is not None else None,
             "standbys": self._standbys.status() if self._standbys is not None else [],
-            "limits": self._limits_told(),
+            "limits": limits,
+            "metrics": self._metrics_address,
         }
         temporary = self._live_path.with_suffix(".tmp")
         try:
@@ -1188,6 +1279,8 @@ class NodeAgent:
         except SteadyrunError as e:
             log.warning("rendezvous_left_badly", error=str(e))
         self._desk.close()
+        self._metrics_address = None
+        self._exporter.close()
         self._write_live(self._clock.now_s())
         self._selector.close()
         self._mailbox.close()
@@ -1195,6 +1288,13 @@ class NodeAgent:
         self._journal.close()
         if self._guardian is not None:
             self._guardian.dismiss()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("steadyrun")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 def _endless_as_none(seconds: float | None) -> float | None:

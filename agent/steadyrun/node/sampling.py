@@ -69,6 +69,7 @@ class Sampler:
                     self._attempt,
                     rank=rank,
                     step=(view.step or 0) - max(view.steps_done - 1, 0),
+                    is_global=view.step_is_global,
                 )
             times_s, mine.steps_seen, _ = self._board.step_times_s(slot, mine.steps_seen)
             mine.step_times_s.extend(round(t, 5) for t in times_s)

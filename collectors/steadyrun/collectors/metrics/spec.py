@@ -116,7 +116,7 @@ class Family:
         Raises:
             ValueError: the values of a label are neither listed nor given.
         """
-        values = []
+        values: list[tuple[str, ...]] = []
         for label in self.labels:
             if label.name in known:
                 values.append((known[label.name],))
@@ -155,6 +155,7 @@ TIME_PHASES: Final = (
     "startup",  # PROGRAM_STARTUP: processes are there, the first step is not done
     "data_loading",  # DATA_LOADING_SYNC
     "checkpoint_save",  # UNPRODUCTIVE_CHECKPOINT_SAVE_TIME
+    "evaluation",  # CUSTOM_BADPUT_EVENTS
     "checkpoint_restore",  # UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME
     "rework",  # WASTED_PROGRESS_FROM_DISRUPTION: steps that were done before
     "hang",  # of WASTED_PROGRESS: from the last progress until the attempt is ended
@@ -165,7 +166,7 @@ TRIGGERS: Final = (
     "exit", "hang", "stopped", "node_lost", "start_up", "corruption", "straggler", "membership", "rollback", "other",
 )  # fmt: skip
 RESTART_PHASES: Final = ("stop", "rendezvous", "start", "first_step")
-EXIT_REASONS: Final = ("ok", "error", "signal", "oom", "stopped_by_agent", "unknown")
+EXIT_REASONS: Final = ("ok", "error", "signal", "stopped_by_agent")
 SUSPICION_KINDS: Final = ("section", "no_progress", "never_reported", "teardown", "stopped", "raised")
 
 _ROWS: Final[tuple[Family, ...]] = (
