@@ -513,6 +513,13 @@ class Settings:
         "Kernel log that is watched for Xids, OOM kills and errors of disks and links; off: none.",
         _METRICS,
     )
+    node_check: str = _option(
+        Choice(("off", "quick", "full")),
+        "quick",
+        "Check each node before an attempt: GPUs, their memory and links, ports, disks, clock. A node that is unfit is "
+        "named, and left out where others can take its place. full: also measure each device, which takes seconds.",
+        _GENERAL,
+    )
     exit_codes: str = _option(
         Choice(("class", "torchrun")),
         "class",

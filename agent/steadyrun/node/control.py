@@ -25,7 +25,8 @@ metrics/G              each node   host:port where it serves its metrics
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +149,15 @@ Message = (
 class ControlChannel:
     """One epoch's conversation. Never blocks; answers come from ``drain``. Used from the loop's thread."""
 
-    def __init__(self, store: AsyncStore, group_rank: int, group_world_size: int) -> None:
+    def __init__(
+        self,
+        store: AsyncStore,
+        group_rank: int,
+        group_world_size: int,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
+        self._unix_s = unix_s
         self.group_rank = group_rank
         self.group_world_size = group_world_size
         self._floors: dict[int, Mapping[str, Any]] = {}
@@ -174,6 +182,10 @@ class ControlChannel:
         self._watch(["agreed", "drain", "stop_at"])
         if self.is_leader:
             self._watch(f"floor/{g}" for g in range(self.group_world_size))
+
+    def told_of(self, key: str) -> list[Any]:
+        """By the leader: what each node's state had under *key* when it announced itself, by group rank."""
+        return [floor["state"].get(key) for _, floor in sorted(self._floors.items())]
 
     def start_attempt(self, attempt: int) -> None:
         """Listen to everything that concerns the attempt."""
@@ -289,7 +301,7 @@ class ControlChannel:
         if len(self._floors) == self.group_world_size:
             newest = max(self._floors.values(), key=lambda d: int(d["attempt"]))
             machines = [floor["state"].get("machine") for _, floor in sorted(self._floors.items())]
-            state = {**newest["state"], "machines": machines}
+            state = {**newest["state"], "machines": machines, "told_at_unix_s": self._unix_s()}
             self._store.set("agreed", _pack({"attempt": newest["attempt"], "state": state}))
 
     def _watch(self, keys: Iterable[str]) -> None:

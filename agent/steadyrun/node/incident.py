@@ -336,6 +336,12 @@ class IncidentDesk:
         """The job goes on without a node that is too slow."""
         self.scores.exclude([node], FaultKind.SLOW, self._highest)
 
+    def leaves_out_unfit(self, group_ranks: Sequence[int]) -> None:
+        """The job goes on without nodes that did not pass their check."""
+        nodes = self.scores.nodes
+        names = [nodes[g] for g in group_ranks if g < len(nodes)]
+        self.scores.exclude(names, FaultKind.UNKNOWN, self._highest)
+
     def _judge(
         self,
         incident: Incident,

@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from steadyrun.collectors.host.space import Folder
 from steadyrun.collectors.probe import ProbeRunner
 from steadyrun.collectors.process import ProcessReader, ProcessSample
 from steadyrun.core import layout
@@ -40,6 +41,10 @@ from steadyrun.node import control
 from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
 from steadyrun.node.exporter import Exporter, ExporterPlan, SdTarget
+from steadyrun.node.gate import NodeGate
+from steadyrun.node.gatejudge import NodeReport
+from steadyrun.node.gatekeeper import TRIGGER as NODE_CHECK
+from steadyrun.node.gatekeeper import Gatekeeper
 from steadyrun.node.guardian import Guardian
 from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
 from steadyrun.node.machine import events as ev
@@ -96,6 +101,7 @@ class NodeSpec:
         timing: ranks tell how long each step's own work took.
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
         metrics: where this node's metrics are served.
+        node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
     """
 
     run_id: str
@@ -120,6 +126,7 @@ class NodeSpec:
     timing: bool = True
     straggler_action: str = "report"
     metrics: ExporterPlan = field(default_factory=ExporterPlan)
+    node_check: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +303,8 @@ class NodeAgent:
             spec.node, clock, self._desk, self._record, say, spec.straggler_action, self._replace_slow
         )
         self._has_replaced_slow = False
+        self._gate = Gatekeeper(spec.node, _gate_of(spec), clock, self._record, say, self._mailbox.post)
+        self._early_decision: tuple[int, Mapping[str, Any]] | None = None  # of an attempt that has not begun here
         self._guardian: Guardian | None = None
         self._saver: SaverKeeper | None = None
         self._channel: ControlChannel | None = None
@@ -368,6 +377,7 @@ class NodeAgent:
 
     def _one_pass(self) -> None:
         now_s = self._clock.now_s()
+        self._take_early_decision()
         wake_s = min(
             self._machine.next_deadline_s(), self._next_poll_s, self._desk.next_deadline_s(), self._next_idle_s
         )
@@ -399,6 +409,7 @@ class NodeAgent:
             self._next_tail_s = now_s + TAIL_S
             self._tailer.pump(now_s)
         self._follow_calibration(now_s)
+        self._gate.tick()
         if now_s >= self._next_live_s:
             self._write_live(now_s)
         if self._spec.elastic and now_s >= self._next_waiting_s and self._machine.phase is ev.NodePhase.RUNNING:
@@ -450,6 +461,7 @@ class NodeAgent:
             match command:
                 case ev.Join():
                     self._close_channel()
+                    self._gate.begin(self._helpers_on_gpus())
                     self._in_thread("join", self._join)
                 case ev.OpenStore(attempt=attempt):
                     self._open_store(attempt)
@@ -476,10 +488,10 @@ class NodeAgent:
                     if self._channel is not None:
                         self._channel.tell_drain({"origin": self._channel.group_rank, "node": self._spec.node})
                 case ev.Sweep(attempt=attempt):
+                    self._gate.begin(self._helpers_on_gpus())  # beside the sweep
                     self._sweep(attempt)
                 case ev.Arrive(attempt=attempt):
-                    if self._channel is not None:
-                        self._channel.tell_arrived(attempt)
+                    self._arrive(attempt)
                 case ev.Finish(attempt=attempt):
                     if self._channel is not None:
                         self._channel.tell_finished(attempt)
@@ -505,13 +517,16 @@ class NodeAgent:
         except Exception as e:  # torch's rendezvous raises what its backends raise
             reason, exit_class = f"cannot join the rendezvous: {type(e).__name__}: {e}", ExitClass.START_UP
         else:
+            self._gate.wait()
             self._mailbox.post(lambda: self._on_membership(membership))
             return
         self._mailbox.post(lambda: self._feed(ev.JoinFailed(reason, exit_class)))
 
     def _on_membership(self, membership: Membership) -> None:
         self._membership = membership
-        self._channel = ControlChannel(membership.store, membership.group_rank, membership.group_world_size)
+        self._channel = ControlChannel(
+            membership.store, membership.group_rank, membership.group_world_size, self._clock.unix_s
+        )
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._on_channel)
         self._calls.clear()
         self._stores.clear()
@@ -522,6 +537,7 @@ class NodeAgent:
             "history": self._desk.pack_history(self._history),
             "scores": scores.pack(),
             "machine": scores.machine(self._spec.node),
+            "gate": self._gate.told(membership.hosts_store),
         }
         self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
         self._exporter.take_membership(membership.group_rank)
@@ -577,6 +593,7 @@ class NodeAgent:
                         self._say(f"steadyrun: {note}")
                 self._attempt = attempt
                 self._open_store(attempt)
+                self._pass_gate(channel, attempt, state)
             case control.StoreTold(attempt=attempt, host=host, port=port):
                 self._stores[attempt] = (host, port)
                 self._master = (host, port)
@@ -687,6 +704,8 @@ class NodeAgent:
                 )
         elif channel.is_leader:
             excluded = tuple(int(g) for g in payload.get("excluded") or ())
+            if trigger == NODE_CHECK:
+                self._desk.leaves_out_unfit(excluded)
             decision = ev.Decision(
                 attempt,
                 Action.RESTART_WITHOUT_NODE if excluded else Action.RESTART,
@@ -790,7 +809,56 @@ class NodeAgent:
             "scores": self._desk.scores.pack(),
         }
 
+    # -- node check --------------------------------------------------------------------------------------------------
+    def _helpers_on_gpus(self) -> list[int]:
+        standbys = self._standbys.status() if self._standbys is not None else []
+        return [*self._helper_pids(), *(int(s["pid"]) for s in standbys)]
+
+    def _pass_gate(self, channel: ControlChannel, attempt: int, state: Mapping[str, Any]) -> None:
+        """The nodes are in, none of their ranks has been started: who is unfit is named, and left out with spares."""
+        if not channel.is_leader:
+            nodes = self._desk.scores.nodes
+            self._gate.hear_leader(nodes[0] if nodes else "the leader", state.get("told_at_unix_s"))
+            return
+        if self._spec.node_check == "off":
+            return
+        spares = self._rendezvous.spares() if self._spec.mode is Mode.ACT else 0
+        verdict = self._gate.judge(channel.told_of("gate"), spares)
+        if verdict.excluded:
+            stop = ev.PublishStop(attempt, verdict.reason, NODE_CHECK, None, None)
+            self._publish_stop(stop, verdict.excluded)
+
+    def _arrive(self, attempt: int) -> None:
+        """This node is free of the attempt; whether it is fit for another one is said first."""
+
+        def arrive(report: NodeReport | None) -> None:
+            if self._channel is not None:
+                if report is not None and report.is_unfit:
+                    self._step_back(self._channel, attempt + 1, report)
+                self._channel.tell_arrived(attempt)
+
+        self._gate.before_arrival(arrive)
+
+    def _step_back(self, channel: ControlChannel, following: int, report: NodeReport) -> None:
+        """This node is unfit for the attempt that follows. After a rendezvous nobody hears it: all look again then."""
+        hosts_store = self._membership is not None and self._membership.hosts_store
+        spares = self._rendezvous.spares() if self._spec.mode is Mode.ACT and not hosts_store else 0
+        is_out = channel.group_world_size > 1 and spares > 0
+        self._gate.say_unfit(report, is_out, "it hosts the rendezvous" if hosts_store else "no spare node is there")
+        if is_out:
+            reason = f"node check: {self._spec.node}: {report.troubles[0].reason}"
+            self._publish_stop(ev.PublishStop(following, reason, NODE_CHECK, None, None), (channel.group_rank,))
+
+    def _take_early_decision(self) -> None:
+        early, machine = self._early_decision, self._machine
+        if early is not None and machine.phase is not ev.NodePhase.JOINING and machine.attempt >= early[0]:
+            self._early_decision = None
+            self._on_decision(*early)
+
     def _on_decision(self, attempt: int, data: Mapping[str, Any]) -> None:
+        if self._machine.phase is ev.NodePhase.JOINING or attempt > self._machine.attempt:
+            self._early_decision = (attempt, data)  # another node was faster
+            return
         decision = ev.Decision(
             attempt=attempt,
             action=Action(data["action"]),
@@ -1189,6 +1257,7 @@ class NodeAgent:
             "standbys": self._standbys.status() if self._standbys is not None else [],
             "limits": limits,
             "metrics": self._metrics_address,
+            "node_check": self._gate.status(),
         }
         temporary = self._live_path.with_suffix(".tmp")
         try:
@@ -1281,6 +1350,7 @@ class NodeAgent:
         self._desk.close()
         self._metrics_address = None
         self._exporter.close()
+        self._gate.close()
         self._write_live(self._clock.now_s())
         self._selector.close()
         self._mailbox.close()
@@ -1288,6 +1358,12 @@ class NodeAgent:
         self._journal.close()
         if self._guardian is not None:
             self._guardian.dismiss()
+
+
+def _gate_of(spec: NodeSpec) -> NodeGate | None:
+    if spec.node_check == "off":
+        return None
+    return NodeGate(spec.node, spec.node_check, spec.local_world_size, [Folder("run", spec.run_folder.root)])
 
 
 def _version() -> str:

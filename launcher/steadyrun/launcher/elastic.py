@@ -634,6 +634,7 @@ class SteadyAgent(LocalElasticAgent):
             rollback=_rollback(settings, run_id),
             straggler_action=settings.straggler_action,
             metrics=_exporter_plan(settings),
+            node_check=settings.node_check,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:
