@@ -67,6 +67,10 @@ class NvmlCollector:
         with self._lock:
             return tuple(self._readings[i] for i in sorted(self._readings)), self._read_at_s
 
+    def pid(self) -> int | None:
+        """The process that asks the driver, where there is one now."""
+        return self._prober.pid()
+
     def take_events(self) -> list[Mapping[str, int]]:
         """NVML's events since the last call: ``type``, ``data`` (the Xid), ``index``."""
         with self._lock:
