@@ -65,7 +65,7 @@ def causal(events: Iterable[DeviceEvent], since_unix_s: float) -> list[DeviceEve
 
 
 def device_words(event: DeviceEvent, since_unix_s: float, is_death: bool = False) -> str:
-    """``rank 5, GPU 5 0000:cb:00: Xid 79 (GPU has fallen off the bus), 3 s before the hang``."""
+    """``rank 5, GPU 5 0000:cb:00: Xid 79 (the GPU does not answer any more), 3 s before the hang``."""
     where = f"rank {event.rank}" if event.rank is not None else event.node
     if event.gpu is not None:
         where += f", GPU {event.gpu}" + (f" {event.pci}" if event.pci else "")
@@ -80,7 +80,7 @@ def device_words(event: DeviceEvent, since_unix_s: float, is_death: bool = False
         when = f"{_span(before_s)} before {end}"
     else:
         when = f"{_span(-before_s)} after {'that' if is_death else 'the last progress'}"
-    return f"{where}: {what} ({event.meaning.partition(':')[0]}), {when}"
+    return f"{where}: {what} ({event.meaning}), {when}"
 
 
 def _span(seconds: float) -> str:

@@ -267,7 +267,7 @@ class Devices:
         left_out, self._budget.left_out = self._budget.left_out, 0
         self._record("device_event", **data, event_at_s=event.at_s, event_at_unix_s=event.at_unix_s, left_out=left_out)
         if event.health == Health.UNHEALTHY.value:
-            self._say(f"steadyrun: {told_of(event)}")
+            self._say(f"steadyrun: {_line_of(event)}")
 
     def _of_kernel(self, event: KernelEvent) -> DeviceEvent:
         cls = event.effective_class
@@ -279,7 +279,7 @@ class Devices:
             source="kernel_log",
             event=event.event,
             title=event.title,
-            meaning=f"{event.name}: {event.meaning}" if event.name else event.meaning,
+            meaning=event.meaning,
             health=event.health.value,
             at_s=event.at_s if event.at_s is not None else now_s,
             at_unix_s=event.at_unix_s if event.at_unix_s is not None else self._clock.unix_s(),
@@ -346,7 +346,7 @@ class Devices:
             self._record(
                 "device_health", collector=name, health=health, reason=result.reason, actions=list(result.actions)
             )
-            if health is Health.UNHEALTHY:
+            if health is Health.UNHEALTHY and name != "kernel_log":  # its events have been said
                 self._say(f"steadyrun: {self._node}: {result.reason}" + _to_do(result.actions))
 
     def _tell_missing(self, parts: _Parts) -> None:
@@ -464,7 +464,7 @@ class Devices:
             values.raise_to("host_kernel_messages_lost_total", parts.kernel.watch.lost)
 
 
-def told_of(event: DeviceEvent) -> str:
+def _line_of(event: DeviceEvent) -> str:
     """One line: who, what and when it is not now."""
     who = f"rank {event.rank}, " if event.rank is not None else ""
     gpu = f"GPU {event.gpu} " if event.gpu is not None else ""

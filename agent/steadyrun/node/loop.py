@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from steadyrun.collectors.gpumap import RankProcess
 from steadyrun.collectors.host.space import Folder
 from steadyrun.collectors.probe import ProbeRunner
 from steadyrun.collectors.process import ProcessReader, ProcessSample
@@ -40,6 +41,7 @@ from steadyrun.detect.policy import History, PolicyLimits
 from steadyrun.node import control
 from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
+from steadyrun.node.devices import Devices, DevicesPlan
 from steadyrun.node.exporter import Exporter, ExporterPlan, SdTarget
 from steadyrun.node.gate import NodeGate
 from steadyrun.node.gatejudge import NodeReport
@@ -101,6 +103,7 @@ class NodeSpec:
         timing: ranks tell how long each step's own work took.
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
         metrics: where this node's metrics are served.
+        devices: what is watched below the ranks; None for nothing.
         node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
     """
 
@@ -126,6 +129,7 @@ class NodeSpec:
     timing: bool = True
     straggler_action: str = "report"
     metrics: ExporterPlan = field(default_factory=ExporterPlan)
+    devices: DevicesPlan | None = None
     node_check: str = "off"
 
 
@@ -306,6 +310,7 @@ class NodeAgent:
         self._gate = Gatekeeper(spec.node, _gate_of(spec), clock, self._record, say, self._mailbox.post)
         self._early_decision: tuple[int, Mapping[str, Any]] | None = None  # of an attempt that has not begun here
         self._guardian: Guardian | None = None
+        self._devices: Devices | None = None
         self._saver: SaverKeeper | None = None
         self._channel: ControlChannel | None = None
         self._membership: Membership | None = None
@@ -368,6 +373,8 @@ class NodeAgent:
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
             self._exporter.start()
+            if spec.devices is not None:
+                self._watch_devices(spec.devices)
             self._do(self._machine.start(self._clock.now_s()))
             while self._outcome is None:
                 self._one_pass()
@@ -732,6 +739,8 @@ class NodeAgent:
             incident = self._desk.open(self._desk.next_number(), command.attempt, payload)
             incident = replace(incident, only_report=command.only_report)
         suspicions = {s.rank: s for s in command.suspicions}
+        if self._devices is not None:
+            self._devices.look_again()
         views = self._fresh_views()
         targets = [
             target_of(
@@ -745,6 +754,7 @@ class NodeAgent:
                 [path for path in (p.spec.stderr, p.spec.stdout) if path is not None],
                 suspicions.get(p.rank),
                 self._probed.get(p.rank),
+                self._devices.gpu_of(p.rank) if self._devices is not None else None,
             )
             for p in self._ranks.values()
         ]
@@ -759,6 +769,11 @@ class NodeAgent:
             self._exit_of,
         )
 
+    def _has_recorder(self, rank: int) -> bool:
+        """The rank has process groups, and so a flight recorder that can be asked."""
+        process = self._ranks.get(rank)
+        return process is not None and (process.folder / "flight.json").exists()
+
     def _exit_of(self, rank: int) -> ExitRecord | None:
         """From the collector's thread."""
         process = self._ranks.get(rank)
@@ -767,7 +782,8 @@ class NodeAgent:
     def _on_collected(self, attempt: int, incident: Incident) -> None:
         found = self._desk.own_evidence(incident)
         living = [r for r in found if r.exit is None and r.attached]
-        self._metrics.take_dumps([bool(r.stacks) for r in living], [r.flight is not None for r in living])
+        recording = [r for r in living if r.flight is not None or self._has_recorder(r.rank)]
+        self._metrics.take_dumps([bool(r.stacks) for r in living], [r.flight is not None for r in recording])
         if incident.only_report:
             world_size = self._membership.world_size if self._membership is not None else 0
             self._tell_verdict(incident, self._desk.judge_own(incident, world_size, self._history))
@@ -979,6 +995,9 @@ class NodeAgent:
             self._watch_pid(pid)
         self._ranks[rank] = _RankProcess(rank, local_rank, attempt, pid, now_s, warm, spec, Path(setup["rank_dir"]))
         self._record("rank_started", rank=rank, local_rank=local_rank, pid=pid, warm=warm)
+        if self._devices is not None:
+            ranks = {p.rank: RankProcess(p.pid, p.local_rank, p.spec.env) for p in self._ranks.values()}
+            self._devices.take_ranks(ranks)
         self._feed(ev.RankSpawned(rank, pid))
 
     def _begin_attempt(self, attempt: int) -> None:
@@ -1187,6 +1206,7 @@ class NodeAgent:
             RankLook(p.rank, p.local_rank, p.pid, states.get(p.rank, ""), views[p.rank]) for p in self._ranks.values()
         ]
         self._metrics.take_ranks(now_s, looks, self._board)
+        self._follow_devices(now_s)
         self._feed(ev.StatesRead(states))
         if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet
             self._feed(ev.BoardRead(views))
@@ -1199,10 +1219,31 @@ class NodeAgent:
             return facts
         return replace(facts, group_rank=m.group_rank, nodes=m.group_world_size, world_size=m.world_size)
 
+    def _watch_devices(self, plan: DevicesPlan) -> None:
+        self._devices = devices = Devices(
+            plan,
+            self._spec.node,
+            self._clock,
+            _Watcher(self._selector),
+            self._mailbox.post,
+            self._record,
+            self._say,
+            self._metrics.with_values,
+        )
+        self._metrics.also(devices.fill)
+        self._desk.devices = devices.evidence
+        devices.start()
+
+    def _follow_devices(self, now_s: float) -> None:
+        if self._devices is not None:
+            self._devices.poll(now_s)
+            self._metrics.take_gpus(self._devices.gpu_indices())
+
     def _helper_pids(self) -> list[int]:
         """Processes that belong to the agent; from any thread."""
         saver = self._saver.pid() if self._saver is not None else None
-        return [pid for pid in (saver,) if pid is not None]
+        collectors = self._devices.pids() if self._devices is not None else []
+        return [*([saver] if saver is not None else []), *collectors]
 
     def _on_exporter(self, address: str | None, why: str) -> None:
         """From the exporter's thread."""
@@ -1350,6 +1391,8 @@ class NodeAgent:
         self._desk.close()
         self._metrics_address = None
         self._exporter.close()
+        if self._devices is not None:
+            self._devices.close()
         self._gate.close()
         self._write_live(self._clock.now_s())
         self._selector.close()

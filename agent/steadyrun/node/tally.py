@@ -43,6 +43,7 @@ class Tally:
         self._stopped_s: float | None = None  # when the stop came that a restart follows
         self._marks: dict[str, float] = {}
         self._restore_s: float | None = None
+        self._durable_s: float | None = None  # when the newest durable checkpoint was taken
         self._saves: dict[tuple[int, int], float] = {}
         self._alarms: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
         self._lost_s: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -229,10 +230,15 @@ class Tally:
         self._values.observe("checkpoint_persist_seconds", seconds)
         self._values.set("checkpoint_last_persist_seconds", seconds)
         self._values.add("checkpoint_written_bytes_total", float(record["bytes"]))
+        taken_s = record["at_s"] - seconds
         self._values.set("checkpoint_last_durable_timestamp_seconds", record["at_unix_s"] - seconds)
         self._values.set("checkpoint_last_durable_step", float(record["step"]))
-        if isinstance(record.get("interval_s"), (int, float)):
-            self._values.set("checkpoint_interval_seconds", float(record["interval_s"]))
+        interval_s = record.get("interval_s")
+        if not isinstance(interval_s, (int, float)) and self._durable_s is not None:
+            interval_s = taken_s - self._durable_s  # by number of steps: what it has come to
+        if interval_s:
+            self._values.set("checkpoint_interval_seconds", float(interval_s))
+        self._durable_s = taken_s
 
     def _restored(self, record: Mapping[str, Any]) -> None:
         self._values.add("checkpoint_rejected_total", len(record.get("refused") or ()))

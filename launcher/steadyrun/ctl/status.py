@@ -168,6 +168,8 @@ def _node(node: NodeLook, console: Console, now_unix_s: float) -> list[str]:
         each = f", {size(memory)} each" if memory else ""
         warm = f"; {len(ready)} of {len(node.standbys)} standbys ready{each}"
     lines = [f"node {plain(node.node)}: {agent}{warm}"]
+    if node.metrics:
+        lines.append(console.styled(f"  metrics: http://{plain(node.metrics)}/metrics", "dim"))
     if node.problem:
         lines += console.wrapped(f"  {plain(node.problem)}", 2)
     if node.agent == "gone" and node.written_at_unix_s:

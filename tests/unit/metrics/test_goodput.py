@@ -117,12 +117,11 @@ MOVES = st.lists(
 @given(MOVES)
 @settings(max_examples=150, deadline=None)
 def test_phases_only_grow_and_add_up_to_the_wall_time(moves: list[tuple[str, float]]) -> None:
-    goodput, now_s, step = Goodput(50.0), 50.0, 0
+    goodput, now_s = Goodput(50.0), 50.0
     before = dict(goodput.seconds)
-    for move, by_s in moves:
+    for step, (move, by_s) in enumerate(moves, start=1):
         at_s = now_s + by_s  # news may come late
         now_s = max(now_s, at_s)
-        step += 1
         match move:
             case "start":
                 goodput.attempt_started(at_s)
