@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -49,6 +49,10 @@ MOST_EVENTS: Final = 2000  # kept for incidents
 RECORDS_PER_MINUTE: Final = 200
 XID_EVENT: Final = 8  # nvmlEventTypeXidCriticalError
 _NVML: Final = "libnvidia-ml.so.1"
+_TOLD_OF_GPU: Final = (
+    "index", "name", "uuid", "pci", "error", "temperature_c", "power_mw", "power_limit_mw", "sm_clock_mhz",
+    "utilization_percent", "memory_used_bytes", "memory_total_bytes", "mig",
+)  # fmt: skip
 
 
 class Watcher(Protocol):
@@ -385,6 +389,24 @@ class Devices:
         """``GPU 3 (0000:cb:00)``, or None where it is not known."""
         device = self._of_ranks.get(rank)
         return device.label or None if device is not None else None
+
+    def told(self) -> dict[str, Any]:
+        """For the node's state file: what each collector says, what GPUs read now, which rank has which."""
+        now_s = self._clock.now_s()
+        return {
+            "collectors": {
+                name: {
+                    **to_json(state.result),
+                    "age_s": None if state.checked_at_s is None else round(now_s - state.checked_at_s, 1),
+                }
+                for name, state in self._states.items()
+            },
+            "gpus": [
+                {**{name: getattr(g, name) for name in _TOLD_OF_GPU}, "throttled_by": list(g.throttled_by)}
+                for g in self.gpus()
+            ],
+            "ranks": {str(rank): to_json(device) for rank, device in self._of_ranks.items()},
+        }
 
     def gpu_indices(self) -> dict[int, str]:
         """Index of each rank's GPU, by rank; for metrics."""

@@ -1299,6 +1299,7 @@ class NodeAgent:
             "limits": limits,
             "metrics": self._metrics_address,
             "node_check": self._gate.status(),
+            "devices": self._devices.told() if self._devices is not None else None,
         }
         temporary = self._live_path.with_suffix(".tmp")
         try:
