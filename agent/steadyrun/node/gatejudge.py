@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from steadyrun.collectors.protocol import Health, Trouble
 
-__all__ = ["GateVerdict", "NodeReport", "judge_nodes", "note_of", "with_clock"]
+__all__ = ["GateVerdict", "NodeReport", "judge_nodes", "note_of", "slower_devices", "with_clock"]
 
 CLOCK_S: Final = 2.0  # beyond it times of different nodes cannot be told together; telling takes milliseconds
 GPU_RATIO: Final = 0.85  # devices of a model differ by a few percent
@@ -179,16 +179,26 @@ def _fewer(values: Mapping[int, float], words: str) -> Iterable[tuple[int, Troub
 
 
 def _slower(same: Sequence[tuple[int, NodeReport]]) -> Iterable[tuple[int, Trouble]]:
+    speeds = [(place, speed) for place, report in same for speed in report.speeds]
+    found = _compared([speed for _, speed in speeds])
+    return [(speeds[i][0], trouble) for i, trouble in found]
+
+
+def slower_devices(speeds: Sequence[tuple[str, float, float]]) -> list[Trouble]:
+    """Devices, measured as name, TFLOP/s and GB/s, that are slower than the others."""
+    return [trouble for _, trouble in _compared(speeds)]
+
+
+def _compared(speeds: Sequence[tuple[str, float, float]]) -> Iterable[tuple[int, Trouble]]:
+    if len(speeds) < 2:
+        return
     for column, unit, what in ((1, "TFLOP/s", "multiplies at"), (2, "GB/s", "copies at")):
-        speeds = [(place, speed[0], float(speed[column])) for place, r in same for speed in r.speeds]
-        if len(speeds) < 2:
-            continue
-        usual = median_high([s for _, _, s in speeds])
-        for place, name, speed in speeds:
-            is_cpu = name == "cpu"
-            if speed < (CPU_RATIO if is_cpu else GPU_RATIO) * usual:
+        usual = median_high([float(s[column]) for s in speeds])
+        for i, speed in enumerate(speeds):
+            own, is_cpu = float(speed[column]), speed[0] == "cpu"
+            if own < (CPU_RATIO if is_cpu else GPU_RATIO) * usual:
                 health = Health.DEGRADED if is_cpu else Health.UNHEALTHY
-                yield place, Trouble(health, f"{name} {what} {speed:.3g} {unit}, the others at {usual:.3g}")
+                yield i, Trouble(health, f"{speed[0]} {what} {own:.3g} {unit}, the others at {usual:.3g}")
 
 
 def with_clock(report: NodeReport, ahead_s: float, other: str) -> NodeReport:
