@@ -5,7 +5,9 @@
 
 const COLORS = ["#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#e02f44", "#b877d9", "#37872d", "#8ab8ff", "#c4162a", "#fa6400",
   "#705da0", "#0f9ba8", "#a352cc", "#96d98d", "#ffb357", "#808a95"];
-const NAMED = { green: "#56a64b", red: "#e02f44", orange: "#ff780a", blue: "#3274d9", transparent: "transparent" };
+const NAMED = { green: "#56a64b", red: "#e02f44", orange: "#ff780a", blue: "#3274d9", yellow: "#f2cc0c", purple: "#a352cc",
+  "semi-dark-green": "#37872d", "light-blue": "#8ab8ff", "light-purple": "#ca95e5", "dark-orange": "#c4501b", text: "#9aa0aa",
+  transparent: "transparent" };
 const UNITS = {
   percentunit: (v) => `${trim(v * 100, 1)} %`,
   s: seconds,
@@ -92,6 +94,14 @@ function wordsOf(panel) {
   for (const m of panel.fieldConfig?.defaults?.mappings ?? []) if (m.type === "value") Object.assign(words, m.options);
   return words;
 }
+function colorsOf(panel, found) {
+  const fixed = {};
+  for (const o of panel.fieldConfig.overrides ?? []) {
+    const color = o.properties.find((p) => p.id === "color")?.value?.fixedColor;
+    if (o.matcher.id === "byName" && color) fixed[o.matcher.options] = NAMED[color] ?? color;
+  }
+  return found.map((s, i) => fixed[s.name] ?? COLORS[i % COLORS.length]);
+}
 function nothing(body) {
   body.append(element("div", "number none", "no data"));
 }
@@ -127,11 +137,12 @@ async function lines(panel, body, marks) {
     const sums = times.map(() => 0);
     values = values.map((row) => row.map((v, i) => (v === null ? null : (sums[i] += v))));
   }
+  const colors = colorsOf(panel, found);
   const legend = element("div", "legend");
   found.forEach((s, i) => {
     const entry = element("span", "", s.name);
     const line = element("i");
-    line.style.background = COLORS[i % COLORS.length];
+    line.style.background = colors[i];
     entry.prepend(line);
     legend.append(entry);
   });
@@ -148,11 +159,11 @@ async function lines(panel, body, marks) {
       y: { range: (_, a, b) => [low ?? a, high ?? (a === null || b === (low ?? a) ? (low ?? a ?? 0) + 1 : b + (b - (low ?? a)) * 0.05)] },
     },
     series: [{}, ...found.map((s, i) => ({
-      label: s.name, stroke: COLORS[i % COLORS.length], width: 1.3, points: { show: times.length < 3, size: 4 },
+      label: s.name, stroke: colors[i], width: 1.3, points: { show: times.length < 3, size: 4 },
       value: (_, v) => shown(v, defaults.unit),
-      fill: stacked && i === 0 ? `${COLORS[i % COLORS.length]}99` : undefined,
+      fill: stacked && i === 0 ? `${colors[i]}99` : undefined,
     }))],
-    bands: stacked ? found.slice(1).map((_, i) => ({ series: [i + 2, i + 1], fill: `${COLORS[(i + 1) % COLORS.length]}99` })) : [],
+    bands: stacked ? found.slice(1).map((_, i) => ({ series: [i + 2, i + 1], fill: `${colors[i + 1]}99` })) : [],
     axes: [axis, { ...axis, size: 70, values: (_, ticks) => ticks.map((v) => shown(v, defaults.unit)) }],
     hooks: { draw: [(u) => drawMarks(u, marks)] },
   }, [times, ...values], holder);

@@ -27,6 +27,13 @@ _SOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}"
 _RUN: Final = 'job=~"$job",run_id=~"$run_id"'
 _NODE: Final = f'{_RUN},instance=~"$instance"'
 
+# Phases of time look the same on every screen: work is green, what is lost is red.
+_PHASES: Final[Mapping[str, str]] = {
+    "productive": "green", "evaluation": "semi-dark-green", "data_loading": "yellow", "checkpoint_save": "blue",
+    "checkpoint_restore": "light-blue", "initialization": "purple", "startup": "light-purple", "rework": "orange",
+    "hang": "red", "recovery": "dark-orange", "other": "text",
+}  # fmt: skip
+
 Steps = Sequence[tuple[float | None, str]]
 _GREEN: Final[Steps] = ((None, "green"),)
 _BAD_FROM_1: Final[Steps] = ((None, "green"), (1, "red"))
@@ -44,6 +51,14 @@ def query(expr: str, legend: str = "", instant: bool = False, form: PromQueryFor
     if instant:
         built = built.instant()
     return built.format(form) if form is not None else built
+
+
+def events(total: str, by: str, legend: str) -> Any:
+    """What has happened, as whole numbers; only series in which something has, and one at 0 where nothing has."""
+    last = by.rpartition(" ")[2]
+    grown = f"increase({total}[$__rate_interval])"
+    nothing = f'label_replace(0 * sum({grown}), "{last}", "nothing", "", "")'
+    return query(f"(round(sum by ({by}) ({grown})) > 0) or on () {nothing}", legend)
 
 
 def _with_queries(panel: Any, queries: Iterable[Any]) -> Any:
@@ -78,7 +93,7 @@ def number(title: str, description: str, unit: str, expr: Any, steps: Steps = _G
 
 
 def lines(title: str, description: str, unit: str, *queries: Any, **more: Any) -> Any:
-    """Values over time; *more*: ``width``, ``low``, ``high``, ``stacked``."""
+    """Values over time; *more*: ``width``, ``low``, ``high``, ``stacked``, ``colors`` by series."""
     panel = timeseries.Panel().title(title).description(description).unit(unit).datasource(_SOURCE)
     panel = panel.span(more.get("width", 12)).height(8).line_width(1)
     panel = panel.legend(common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM))
@@ -90,6 +105,9 @@ def lines(title: str, description: str, unit: str, *queries: Any, **more: Any) -
     if more.get("stacked"):
         panel = panel.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
         panel = panel.fill_opacity(60)
+    for name, color in more.get("colors", {}).items():
+        fixed = models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": color})
+        panel = panel.override_by_name(name, [fixed])
     return _with_queries(panel, queries)
 
 
@@ -233,7 +251,7 @@ def job() -> dict[str, Any]:
             query(
                 "sum by (phase) (rate(steadyrun_time_seconds_total{RUN}[$__rate_interval])) / on () group_left () "
                 "sum(rate(steadyrun_job_wall_seconds_total{RUN}[$__rate_interval]))", "{{phase}}",
-            ), low=0, high=1, stacked=True,
+            ), low=0, high=1, stacked=True, colors=_PHASES,
         ),
         lines(
             "Goodput", "Productive share of the wall time: lately, and since the job began.", "percentunit",
@@ -253,14 +271,12 @@ def job() -> dict[str, Any]:
         ),
         lines(
             "Incidents", "Incidents by the class of their first finding.", "none",
-            query("sum by (class) (increase(steadyrun_incidents_total{RUN}[$__rate_interval]))", "{{class}}"), low=0,
+            events("steadyrun_incidents_total{RUN}", "class", "{{class}}"), low=0,
         ),
         lines(
             "Ends of ranks and restarts", "Ends of ranks by reason, and restarts by what made them necessary.", "none",
-            query("sum by (reason) (increase(steadyrun_rank_exits_total{RUN}[$__rate_interval]))", "exit: {{reason}}"),
-            query(
-                "sum by (trigger) (increase(steadyrun_restarts_total{RUN}[$__rate_interval]))", "restart: {{trigger}}"
-            ), low=0,
+            events("steadyrun_rank_exits_total{RUN}", "reason", "exit: {{reason}}"),
+            events("steadyrun_restarts_total{RUN}", "trigger", "restart: {{trigger}}"), low=0,
         ),
         lines(
             "Detection and restart", "The newest time to find a hang, and the newest restart by phase.", "s",
@@ -371,10 +387,7 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "Kernel events", "Events in the kernel log that are trouble, by kind.", "none",
-            query(
-                "sum by (instance, event) (increase(steadyrun_host_kernel_events_total{NODE}[$__rate_interval]))",
-                "{{instance}} {{event}}",
-            ), low=0,
+            events("steadyrun_host_kernel_events_total{NODE}", "instance, event", "{{instance}} {{event}}"), low=0,
         ),
         lines(
             "Memory of ranks", "Resident memory of each rank with its children.", "bytes",
@@ -439,28 +452,16 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "Xid events", "By what they ask for.", "none",
-            query(
-                "sum by (instance, gpu, class) (increase(steadyrun_gpu_xid_errors_total{NODE}[$__rate_interval]))",
-                f"{gpu} {{{{class}}}}",
-            ), low=0,
+            events("steadyrun_gpu_xid_errors_total{NODE}", "instance, gpu, class", f"{gpu} {{{{class}}}}"), low=0,
         ),
         lines(
             "Memory errors", "Corrected and uncorrected ECC errors.", "none",
-            query(
-                "sum by (instance, gpu, error) (increase(steadyrun_gpu_ecc_errors_total{NODE}[$__rate_interval]))",
-                f"{gpu} {{{{error}}}}",
-            ), low=0,
+            events("steadyrun_gpu_ecc_errors_total{NODE}", "instance, gpu, error", f"{gpu} {{{{error}}}}"), low=0,
         ),
         lines(
             "Link errors", "NVLink errors by kind, and packets that PCIe sent again.", "none",
-            query(
-                "sum by (instance, gpu, type) (increase(steadyrun_gpu_nvlink_errors_total{NODE}[$__rate_interval]))",
-                f"{gpu} NVLink {{{{type}}}}",
-            ),
-            query(
-                "sum by (instance, gpu) (increase(steadyrun_gpu_pcie_replays_total{NODE}[$__rate_interval]))",
-                f"{gpu} PCIe",
-            ), low=0,
+            events("steadyrun_gpu_nvlink_errors_total{NODE}", "instance, gpu, type", f"{gpu} NVLink {{{{type}}}}"),
+            events("steadyrun_gpu_pcie_replays_total{NODE}", "instance, gpu", f"{gpu} PCIe"), low=0,
         ),
     )  # fmt: skip
     network = (
@@ -470,14 +471,8 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "Port errors", "Errors, and how often a link went down.", "none",
-            query(
-                "sum by (instance, device) (increase(steadyrun_nic_errors_total{NODE}[$__rate_interval]))",
-                "{{instance}} {{device}} errors",
-            ),
-            query(
-                "sum by (instance, device) (increase(steadyrun_nic_link_downed_total{NODE}[$__rate_interval]))",
-                "{{instance}} {{device}} downs",
-            ), low=0,
+            events("steadyrun_nic_errors_total{NODE}", "instance, device", "{{instance}} {{device}} errors"),
+            events("steadyrun_nic_link_downed_total{NODE}", "instance, device", "{{instance}} {{device}} downs"), low=0,
         ),
     )  # fmt: skip
     built = _dashboard("steadyrun-node", "Steadyrun / Node and GPU", "Agents, hosts, GPUs and network of a job.")

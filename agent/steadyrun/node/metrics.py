@@ -21,7 +21,7 @@ from steadyrun.collectors.metrics.spec import Source
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.collectors.process import ProcessReader
 from steadyrun.core.board import Board, SlotView
-from steadyrun.core.sections import CHECKPOINTING, EVALUATION
+from steadyrun.core.sections import CHECKPOINTING, EVALUATION, STEP
 from steadyrun.core.timing import StepTiming
 from steadyrun.node.goodput import StepSpan
 from steadyrun.node.tally import Tally
@@ -83,6 +83,7 @@ class _RankRows:
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     own_work_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     in_kernel_since_s: float | None = None
+    marks_steps: bool = False  # the script has a section of its own around each step
     evaluation_s: float = 0.0  # passes of these sections that no step has been charged with yet
     saving_s: float = 0.0
 
@@ -303,12 +304,16 @@ class NodeMetrics:
         durations, rows.durations_seen, _ = board.durations(slot, rows.durations_seen)
         for duration in durations:
             self.values.observe("section_duration_seconds", duration.duration_s, self._section(duration.name))
+            rows.marks_steps |= duration.name == STEP
             if duration.name in EVALUATION:
                 rows.evaluation_s += duration.duration_s
             elif duration.name == CHECKPOINTING:
                 rows.saving_s += duration.duration_s
         times_s, rows.steps_seen, _ = board.step_times_s(slot, rows.steps_seen)
         rows.step_times_s.extend(times_s)
+        if not rows.marks_steps:  # then times between steps stand for the section of that name, as for limits
+            for time_s in times_s:
+                self.values.observe("section_duration_seconds", time_s, self._section(STEP))
         timings, rows.timings_seen, _ = board.timings(slot, rows.timings_seen)
         rows.own_work_s.extend(t.busy_s for t in timings if t.busy_s > 0)
         if is_reference:
