@@ -6,7 +6,6 @@ is in the loop's selector, so that an Xid is known within the millisecond; all e
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -28,7 +27,7 @@ from steadyrun.collectors.kernel.live import KernelWatch, read_position
 from steadyrun.collectors.metrics.spec import KERNEL_EVENTS, XID_CLASSES
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.collectors.nic.collector import NicCollector
-from steadyrun.collectors.nvml.collector import NvmlCollector, has_driver
+from steadyrun.collectors.nvml.collector import NvmlCollector, has_driver, has_library
 from steadyrun.collectors.nvml.prober import NvmlProber
 from steadyrun.collectors.nvml.reading import GpuReading
 from steadyrun.collectors.protocol import Collector, Health
@@ -48,7 +47,6 @@ FIRST_LOOK_S: Final = 15.0  # collectors that have not answered by then are told
 MOST_EVENTS: Final = 2000  # kept for incidents
 RECORDS_PER_MINUTE: Final = 200
 XID_EVENT: Final = 8  # nvmlEventTypeXidCriticalError
-_NVML: Final = "libnvidia-ml.so.1"
 _TOLD_OF_GPU: Final = (
     "index", "name", "uuid", "pci", "error", "temperature_c", "power_mw", "power_limit_mw", "sm_clock_mhz",
     "utilization_percent", "memory_used_bytes", "memory_total_bytes", "mig",
@@ -173,7 +171,7 @@ class Devices:
         if plan.kernel_log is not None:
             kernel, early = self._open_kernel_log(plan.kernel_log)
         nvml = None
-        if has_driver(plan.root) or _has_library(os.environ):
+        if has_driver(plan.root) or has_library(os.environ):
             env = {k: v for k, v in os.environ.items() if k != MARKER_NAME}
             nvml = NvmlCollector(NvmlProber(env=env), plan.root)
         nic = NicCollector(plan.root)
@@ -505,11 +503,3 @@ def _count_event(values: Values, event: DeviceEvent) -> None:
         values.prepare("gpu_xid_errors_total", gpu=gpu)
         values.add("gpu_xid_errors_total", event.count, gpu, event.cls if event.cls in XID_CLASSES else "other")
         values.set("gpu_xid_last_timestamp_seconds", event.at_unix_s, gpu, str(event.xid))
-
-
-def _has_library(environ: Mapping[str, str]) -> bool:
-    """A container may be given the driver's library in a folder of its own."""
-    folders = environ.get("LD_LIBRARY_PATH", "").split(":")
-    with contextlib.suppress(OSError):
-        return any((Path(folder) / _NVML).exists() for folder in folders if folder)
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,13 +13,14 @@ from typing import Final
 from steadyrun.collectors.host.memory import MemoryCollector
 from steadyrun.collectors.host.space import Folder, SpaceCollector
 from steadyrun.collectors.nic.collector import NicCollector
-from steadyrun.collectors.nvml.collector import NvmlCollector, has_driver
+from steadyrun.collectors.nvml.collector import NvmlCollector, has_driver, has_library
 from steadyrun.collectors.nvml.prober import NvmlProber
 from steadyrun.collectors.nvml.reading import GpuReading
 from steadyrun.collectors.protocol import CheckResult, Collector, Health, Trouble
 from steadyrun.collectors.registry import Registry
 from steadyrun.node.devicetest import DeviceSpeed, DeviceTestError, measure_devices
 from steadyrun.node.gatejudge import NodeReport
+from steadyrun.node.sweep import MARKER_NAME
 
 __all__ = ["LEVELS", "NodeGate", "memory_in_use"]
 
@@ -40,7 +42,7 @@ class NodeGate:
         ranks: how many are to run here.
         folders: that the job writes to.
         root: of the machine's files.
-        nvml: asks the driver; by default a process of its own, where there is a driver.
+        nvml: makes what asks the driver, for each check; by default a process of its own, where there is a driver.
         speeds: tests the devices; raises DeviceTestError.
     """
 
@@ -51,16 +53,16 @@ class NodeGate:
         ranks: int,
         folders: Sequence[Folder] = (),
         root: Path = Path("/"),
-        nvml: NvmlCollector | None = None,
+        nvml: Callable[[], NvmlCollector] | None = None,
         speeds: Callable[[float], list[DeviceSpeed]] = measure_devices,
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
         self._node, self.level, self._ranks, self._root = node, level, ranks, root
         self._speeds = speeds
-        self._nvml = nvml
-        if nvml is None and has_driver(root):
-            self._nvml = NvmlCollector(NvmlProber(with_events=False, start_limit_s=START_LIMIT_S), root)
+        self._make_nvml = nvml if nvml is not None else self._ask_driver
+        self._has_gpus = nvml is not None or has_driver(root) or has_library(os.environ)
+        self._nvml: NvmlCollector | None = None  # while a check is under way
         self._nic = NicCollector(root)
         self._others: tuple[Collector, ...] = (
             self._nic,
@@ -78,26 +80,38 @@ class NodeGate:
         """
         with self._lock:
             begun_s = time.monotonic()
-            collectors = self._others if self._nvml is None else (self._nvml, *self._others)
-            results = dict(Registry(collectors).check_all(QUICK_LIMIT_S))
-            troubles = _troubles(results)
-            gpus = self._gpus(results)
-            if gpus:
-                troubles += self._enough(gpus)
-                troubles += self._unused(gpus, own)
-            speeds: tuple[tuple[str, float, float], ...] = ()
-            if self.level == "full" and with_speeds and not any(t.health is Health.UNHEALTHY for t in troubles):
-                speeds, found = self._test(gpus)
-                troubles += found
-            troubles.sort(key=lambda t: -t.health.weight)
-            health = troubles[0].health if troubles else Health.HEALTHY
-            facts = self._facts(gpus)
-            return NodeReport(self._node, health, tuple(troubles), facts, speeds, time.monotonic() - begun_s)
+            self._nvml = self._make_nvml() if self._has_gpus else None
+            try:
+                report = self._check(own, with_speeds)
+            finally:
+                self.close()
+            return replace(report, took_s=time.monotonic() - begun_s)
+
+    def _check(self, own: Collection[int], with_speeds: bool) -> NodeReport:
+        collectors = self._others if self._nvml is None else (self._nvml, *self._others)
+        results = Registry(collectors).check_all(QUICK_LIMIT_S)
+        troubles = _troubles(results)
+        gpus = self._gpus(results)
+        if gpus:
+            troubles += self._enough(gpus)
+            troubles += self._unused(gpus, own)
+        speeds: tuple[tuple[str, float, float], ...] = ()
+        if self.level == "full" and with_speeds and not any(t.health is Health.UNHEALTHY for t in troubles):
+            speeds, found = self._test(gpus)
+            troubles += found
+        troubles.sort(key=lambda t: -t.health.weight)
+        health = troubles[0].health if troubles else Health.HEALTHY
+        return NodeReport(self._node, health, tuple(troubles), self._facts(gpus), speeds)
 
     def close(self) -> None:
-        """End the process that asks the driver."""
-        if self._nvml is not None:
-            self._nvml.close()
+        """End the process that asks the driver, if one does now."""
+        nvml = self._nvml
+        if nvml is not None:
+            nvml.close()
+
+    def _ask_driver(self) -> NvmlCollector:
+        env = {k: v for k, v in os.environ.items() if k != MARKER_NAME}
+        return NvmlCollector(NvmlProber(env=env, with_events=False, start_limit_s=START_LIMIT_S), self._root)
 
     # -- GPUs ----------------------------------------------------------------------------------------------------------
     def _gpus(self, results: Mapping[str, CheckResult]) -> tuple[GpuReading, ...]:
