@@ -186,13 +186,12 @@ class Devices:
             ProcessCollector(os.getpid(), proc=plan.root / "proc"),
         ]
         parts = _Parts(kernel, nvml, nic, Registry(collectors), early)
-        with self._lock:
-            if not self._is_closed:
-                self._parts = parts
-        if self._parts is None:
-            parts.registry.close()
-            return
-        parts.registry.start()
+        with self._lock:  # so that ``close`` comes before all threads or after
+            if self._is_closed:
+                parts.registry.close()
+                return
+            self._parts = parts
+            parts.registry.start()
         self._post(lambda: self._made(parts))
 
     def _open_kernel_log(self, path: Path) -> tuple[KernelCollector, tuple[KernelEvent, ...]]:
@@ -348,7 +347,8 @@ class Devices:
             self._record(
                 "device_health", collector=name, health=health, reason=result.reason, actions=list(result.actions)
             )
-            if health is Health.UNHEALTHY and name != "kernel_log":  # its events have been said
+            # what the kernel tells while the job runs is said as an event; here, what stood before it
+            if health is Health.UNHEALTHY and (name != "kernel_log" or not self._has_told):
                 self._say(f"steadyrun: {self._node}: {result.reason}" + _to_do(result.actions))
 
     def _tell_missing(self, parts: _Parts) -> None:
