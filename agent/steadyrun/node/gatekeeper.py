@@ -20,7 +20,7 @@ __all__ = ["ARRIVAL_LIMIT_S", "TRIGGER", "Gatekeeper"]
 TRIGGER: Final = "node_check"
 JOIN_LIMIT_S: Final = 150.0  # the longest that a check at level full may take, and a little
 ARRIVAL_LIMIT_S: Final = 3.0  # a restart waits no longer
-FRESH_S: Final = 10.0  # a node that just looked does not look again
+FRESH_S: Final = 2.0  # a rendezvous right after the end of an attempt does not look again
 
 
 class Gatekeeper:
@@ -114,7 +114,8 @@ class Gatekeeper:
             report = with_clock(report, self._clock.unix_s() - told_at_unix_s, leader)
             if report is not self._report:
                 self._record("clock_skew", ahead_s=round(self._clock.unix_s() - told_at_unix_s, 3), of=leader)
-        self._say_once(judge_nodes([report], 0).notes)
+        if report.troubles:
+            self._say_once((note_of(report, report.troubles, False, None),))
 
     def judge(self, reports: Sequence[Any], spares: int) -> GateVerdict:
         """By the leader: what all nodes together say; each thing is said once.
