@@ -192,7 +192,8 @@ class Devices:
                 return
             self._parts = parts
             parts.registry.start()
-        self._post(lambda: self._made(parts))
+        with contextlib.suppress(OSError):  # the loop may be over
+            self._post(lambda: self._made(parts))
 
     def _open_kernel_log(self, path: Path) -> tuple[KernelCollector, tuple[KernelEvent, ...]]:
         """The log with all that the kernel still has of it; what is older than the job is set apart.

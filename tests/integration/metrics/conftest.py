@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import selectors
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nvml_library import compile_library
 
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.core.clock import SystemClock
@@ -20,21 +19,9 @@ from steadyrun.node.devices import Devices, DevicesPlan
 
 
 @pytest.fixture(scope="session")
-def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nvml_library(shared_cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a libnvidia-ml.so.1 that answers from a file."""
-    root = Path(__file__).resolve().parents[3]
-    source = root.parent / "shared/prototypes/nvml_stub/nvmlstub.c"
-    if not source.is_file():
-        source = Path(os.environ.get("STEADYRUN_SHARED", root.parent / "shared")) / "prototypes/nvml_stub/nvmlstub.c"
-    if not source.is_file():
-        pytest.skip(f"the stand-in for the driver's library is not here: {source}")
-    folder = tmp_path_factory.mktemp("nvml")
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1", source]
-    try:
-        subprocess.run([*command, "-lpthread"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as e:
-        pytest.skip(f"the stand-in for the driver's library cannot be compiled: {e}")
-    return folder
+    return compile_library(shared_cases, tmp_path_factory.mktemp("nvml"))
 
 
 class Loop:
