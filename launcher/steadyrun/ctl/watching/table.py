@@ -23,6 +23,12 @@ SLOW_SCORE: Final = 1.05
 BAD_WEIGHT: Final = 2  # of a concern that is worth a row of its own
 
 
+_OVER: Final[Mapping[str, str]] = {
+    "ended": "The run has ended; steadyctl status shows how, and steadyctl stragglers who was slow.",
+    "lost": "No agent of this run lives here, and none wrote that the run ended; steadyctl status shows what is known.",
+}
+
+
 def _age(line: RankLine) -> float:
     return line.look.progress_age_s if line.look.progress_age_s is not None else math.inf
 
@@ -79,6 +85,8 @@ def select(look: TopLook, view: View) -> list[tuple[NodeLine, RankLine]]:
 def render(look: TopLook, view: View, console: Console, now_unix_s: float, height: int | None = None) -> list[str]:
     """Lines that fit the console's width; *height*: so many of them at most, None for any number."""
     lines = _head(look, console, now_unix_s)
+    if look.state != "live":
+        return [*lines, "", *console.wrapped(_OVER[look.state])]
     lines += _troubles(look, console)
     lines.append("")
     chosen = select(look, view)
@@ -91,7 +99,7 @@ def render(look: TopLook, view: View, console: Console, now_unix_s: float, heigh
     if not chosen:
         lines.append(console.styled(_nothing(look, view), "dim"))
         return lines
-    lines += _table(shown, look, console)
+    lines += _table(shown, look, console, may_wrap=height is None)
     if more:
         lines.append(console.styled(f"{more} more rows", "dim"))
     return lines
@@ -152,7 +160,7 @@ def _last_incident(look: TopLook, console: Console, now_unix_s: float) -> str:
 def _troubles(look: TopLook, console: Console) -> list[str]:
     """What is wrong with nodes; equal troubles of several nodes are one line."""
     found: dict[tuple[str, bool], list[str]] = {}
-    for node in look.nodes if look.state == "live" else ():
+    for node in look.nodes:
         for text, is_bad in node.troubles:
             found.setdefault((text, is_bad), []).append(node.node)
     ordered = sorted(found.items(), key=lambda item: (not item[0][1], -len(item[1])))
@@ -209,12 +217,12 @@ def _fold(chosen: Sequence[tuple[NodeLine, RankLine]], room: int) -> list[_Row]:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-def _table(rows: Sequence[_Row], look: TopLook, console: Console) -> list[str]:
+def _table(rows: Sequence[_Row], look: TopLook, console: Console, may_wrap: bool) -> list[str]:
     columns = [Column("rank", right=True), Column("step", right=True), Column("ago", right=True)]
     columns += [Column("work", right=True), Column("score", right=True)]
     if look.has_gpus:
         columns += [Column(t, right=True) for t in ("gpu", "°C", "MHz", "W", "xid")]
-    columns.append(Column("in", grows=True))
+    columns.append(Column("in", grows=may_wrap))
     cells = [_cells(row, look, console) for row in rows]
     several = len(look.nodes) > 1
     if several:
@@ -289,8 +297,8 @@ def _where(row: _Row, console: Console) -> str:
             late = is_overdue(rank.look, section, node.look.limits)
             parts.append(console.styled(text, "red") if late else text)
         text = " > ".join(parts)
-        if rank.concern:
-            text = f"{text}; {plain(rank.concern)}" if text else plain(rank.concern)
+        if rank.concern:  # first, as a narrow terminal cuts the end
+            text = f"{plain(rank.concern)}; {text}" if text else plain(rank.concern)
         return text or ("elsewhere" if node.where == "elsewhere" else rank.look.phase)
     names = Counter(r.look.sections[-1].name if r.look.sections else r.look.phase for r in row.ranks)
     text = ", ".join(f"{plain(name)} {n}" if len(names) > 1 else plain(name) for name, n in names.most_common(3))
