@@ -256,7 +256,8 @@ def _told(found: Found, console: Console) -> list[str]:
     ]
     columns = (Column("collector"), Column("health"), Column("why", grows=True))
     rows = []
-    for result in sorted(found.results, key=lambda r: -r.health.weight):
+    ordered = sorted(found.results, key=lambda r: -r.health.weight)
+    for result in ordered:
         reasons = [t.reason for t in result.troubles[:MOST_TROUBLES]] or [result.reason]
         for i, reason in enumerate(reasons):
             word = console.styled(result.health.value, _COLOURS[result.health.value])
@@ -265,7 +266,7 @@ def _told(found: Found, console: Console) -> list[str]:
             rows.append(["", "", f"and {len(result.troubles) - MOST_TROUBLES} more (--json has all)"])
     if rows:
         lines += console.table(columns, rows)
-    advice = dict.fromkeys(a for r in found.results if r.health is not Health.HEALTHY for a in r.actions)
+    advice = dict.fromkeys(a for r in ordered if r.health is not Health.HEALTHY for a in r.actions)
     if advice:
         lines += ["", "what to do:"]
         for action in advice:
