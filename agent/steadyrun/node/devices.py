@@ -6,6 +6,7 @@ is in the loop's selector, so that an Xid is known within the millisecond; all e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
