@@ -305,6 +305,11 @@ class Schedule:
         self._experience = Experience(e.gpu_s, e.failures + 1, e.survived + memory_survived)
         self._adapt()
 
+    @property
+    def durable_interval_s(self) -> float | None:
+        """Time between two durable saves that is aimed at; None where none is."""
+        return self._durable_s if math.isfinite(self._durable_s) else None
+
     # -- decisions ---------------------------------------------------------------------------------------------------
     def due(self, step: int, now_s: float) -> frozenset[TierName]:
         """The tiers due after *step*, for somebody who need not ask anybody: by its number, or by the clock."""

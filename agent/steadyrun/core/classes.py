@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["EXIT_OF_CLASS", "PLANNED", "Action", "ExitClass", "FaultClass", "Mode"]
 
 # Triggers of a stop that is no fault: nothing to gather, nobody to blame.
-PLANNED: Final = frozenset({"membership", "rollback", "straggler"})
+PLANNED: Final = frozenset({"membership", "node_check", "rollback", "straggler"})
 
 
 class FaultClass(str, Enum):

@@ -24,6 +24,7 @@ from steadyrun.core.errors import ConfigError, nearest_name
 
 __all__ = [
     "ALIASES",
+    "OFF_WORDS",
     "OPTIONS",
     "REPLACED",
     "Option",
@@ -288,11 +289,11 @@ class Modules:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """HOST:PORT, or empty for none."""
+    """HOST:PORT or HOST:FIRST-LAST, or empty for none."""
 
     @property
     def allowed(self) -> str:
-        return "HOST:PORT with a port from 0 to 65535 ([::1]:9400 for IPv6), or off"
+        return "HOST:PORT with a port from 0 to 65535, or HOST:FIRST-LAST ([::1]:9400 for IPv6), or off"
 
     @property
     def metavar(self) -> str:
@@ -302,8 +303,8 @@ class Address:
         text = str(raw).strip()
         if text.lower() in OFF_WORDS:
             return ""
-        match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", text)
-        if match is None or int(match[2]) > 65535:
+        match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})(?:-(\d{1,5}))?", text)
+        if match is None or not int(match[2]) <= int(match[3] or match[2]) <= 65535:
             raise ValueError
         return text
 
@@ -450,6 +451,7 @@ _LIMITS: Final = "limits"
 _STOPPING: Final = "stopping"
 _EVIDENCE: Final = "evidence"
 _PACE: Final = "pace"
+_METRICS: Final = "metrics"
 _NO_TIMES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
@@ -486,7 +488,37 @@ class Settings:
         _GENERAL,
     )
     metrics_addr: str = _option(
-        Address(), "", "Address for metrics. Accepted and checked, but not served by this version.", _GENERAL
+        Address(),
+        "127.0.0.1:0",
+        "Where each agent serves its metrics for Prometheus: /metrics, and on the leading node /sd with all nodes. "
+        "Port 0 takes a free one, which steadyctl status shows; of a range the first free one is taken.",
+        _METRICS,
+    )
+    metrics_sd_dir: str = _option(
+        Text("DIR"),
+        "",
+        "Write a file for Prometheus' file_sd there, with run_id and node_rank as labels of the target; it is removed "
+        "at the end.",
+        _METRICS,
+    )
+    metrics_textfile: str = _option(
+        Text("FILE|DIR"),
+        "",
+        "Also write the metrics there every 15 s, for node_exporter's textfile collector: a .prom file, or a folder.",
+        _METRICS,
+    )
+    kernel_log: str = _option(
+        Text("FILE"),
+        "/dev/kmsg",
+        "Kernel log that is watched for Xids, OOM kills and errors of disks and links; off: none.",
+        _METRICS,
+    )
+    node_check: str = _option(
+        Choice(("off", "quick", "full")),
+        "quick",
+        "Check each node before an attempt: GPUs, their memory and links, ports, disks, clock. A node that is unfit is "
+        "named, and left out where others can take its place. full: also measure each device, which takes seconds.",
+        _GENERAL,
     )
     exit_codes: str = _option(
         Choice(("class", "torchrun")),
@@ -853,8 +885,6 @@ def resolve(sources: Sequence[Source]) -> Resolved:
             values[target] = _parse(option, _from_nvrx(key, raw, notes, written), written)
             origins[target] = written
     settings = Settings(**values)
-    if settings.metrics_addr:
-        notes.append(f"metrics are not served by this version: nothing listens on {settings.metrics_addr}")
     return Resolved(settings, MappingProxyType(origins), tuple(notes))
 
 

@@ -14,6 +14,7 @@ from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.flight import RankFlight, flight_from_json
 
 __all__ = [
+    "DeviceEvent",
     "Evidence",
     "ExceptionRecord",
     "ExitRecord",
@@ -173,6 +174,41 @@ class RankEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    """Something that a device, the kernel or a collector told of a node.
+
+    Attributes:
+        source: ``kernel_log``, ``nvml``, or the collector whose present state it is.
+        event: its kind: ``xid``, ``sxid``, ``oom_kill``, …; ``state`` for what stands now rather than has happened.
+        title: a few words: ``Xid 79 0000:cb:00``.
+        meaning: a sentence without its full stop.
+        health: of what it is about, a value of ``collectors.protocol.Health``.
+        at_s: CLOCK_MONOTONIC of its node; of a state when it was seen last.
+        cls: of an Xid or SXid what it asks for, a value of ``XidClass``; else empty.
+        pci: of the GPU, ``dddd:bb:dd``; gpu: its index.
+        rank: whose GPU or process it is, where that is known.
+        text: the kernel's own words.
+    """
+
+    node: str
+    source: str
+    event: str
+    title: str
+    meaning: str
+    health: str
+    at_s: float
+    at_unix_s: float
+    cls: str = ""
+    xid: int | None = None
+    pci: str = ""
+    gpu: int | None = None
+    rank: int | None = None
+    pid: int | None = None
+    text: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """One incident's evidence over all ranks that could be asked.
 
@@ -181,6 +217,7 @@ class Evidence:
         trigger: what started the incident: ``exit`` ``hang`` ``stopped`` ``node_lost`` ``preempted`` ``start_up``.
         now_s: CLOCK_MONOTONIC seconds at collection on the deciding node (ages of its own ranks are relative to it).
         script: the user's entry point; frames in or below its folder are user frames.
+        devices: what devices, kernels and collectors of all nodes told in the minutes before.
     """
 
     run_id: str
@@ -191,6 +228,7 @@ class Evidence:
     ranks: tuple[RankEvidence, ...]
     script: str = ""
     missing: tuple[str, ...] = ()
+    devices: tuple[DeviceEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +350,31 @@ def rank_evidence_from_json(data: Mapping[str, Any]) -> RankEvidence:
         )
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"cannot read a rank's evidence: {e!r}") from e
+
+
+def device_event_from_json(data: Mapping[str, Any]) -> DeviceEvent:
+    """The inverse of ``to_json``; ValueError where a field is missing or of a wrong type."""
+    try:
+        return DeviceEvent(
+            node=str(data["node"]),
+            source=str(data["source"]),
+            event=str(data["event"]),
+            title=str(data["title"]),
+            meaning=str(data["meaning"]),
+            health=str(data["health"]),
+            at_s=float(data["at_s"]),
+            at_unix_s=float(data["at_unix_s"]),
+            cls=str(data.get("cls") or ""),
+            xid=_maybe(int, data.get("xid")),
+            pci=str(data.get("pci") or ""),
+            gpu=_maybe(int, data.get("gpu")),
+            rank=_maybe(int, data.get("rank")),
+            pid=_maybe(int, data.get("pid")),
+            text=str(data.get("text") or ""),
+            count=int(data.get("count", 1)),
+        )
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"cannot read a device event: {e!r}") from e
 
 
 def exception_from_json(data: Mapping[str, Any]) -> ExceptionRecord:

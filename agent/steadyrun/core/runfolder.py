@@ -58,6 +58,10 @@ class RunFolder:
         """What all runs beside this one with the same command line have seen."""
         return self.root.parent / "calibration" / f"{configuration}.json"
 
+    def kernel_position(self, host: str) -> Path:
+        """How far the kernel log of a machine was read, by this run and those beside it."""
+        return self.root.parent / "kernel_log" / f"{host}.json"
+
     @property
     def state(self) -> Path:
         """``live.json``: what steadyctl needs to look at a live run (board paths, pids), one entry per node."""

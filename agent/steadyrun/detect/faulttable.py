@@ -16,7 +16,8 @@ from typing import Final
 
 from steadyrun.core.causes import decode_causes
 from steadyrun.core.classes import Action, FaultClass
-from steadyrun.core.records import Evidence, Finding, RankEvidence
+from steadyrun.core.records import DeviceEvent, Evidence, Finding, RankEvidence
+from steadyrun.detect.devices import causal
 
 __all__ = [
     "ADVICE",
@@ -399,7 +400,9 @@ _KIND_OF_CAUSE: Final[tuple[tuple[str, frozenset[FaultClass], FaultKind], ...]] 
 )
 _XID: Final = re.compile(r"\bXid\b\s*(?:\(PCI:[^)]*\))?\s*:?\s*(\d{1,3})\b", re.IGNORECASE)
 _RECOVERY: Final = re.compile(r"recovery action changed from [^\n]*? to 0x([0-9a-f]{1,2})\b", re.IGNORECASE)
-_LOST: Final = re.compile(r"fallen off the bus|GPU is lost|NVML_ERROR_GPU_IS_LOST", re.IGNORECASE)
+_LOST: Final = re.compile(
+    r"fallen off the bus|GPU is lost|is lost: it does not answer|NVML_ERROR_GPU_IS_LOST", re.IGNORECASE
+)
 _RECOVERIES: Final = frozenset(Recovery)
 _MAIN_LANE: Final = 0
 
@@ -451,14 +454,32 @@ def signs_of(evidence: Evidence, finding: Finding) -> Signs:
     """The signs in what the finding's ranks said last. Logs may hold anything, so only known texts are taken."""
     blamed = [r for r in evidence.ranks if r.rank in finding.ranks]
     text = "\n".join(line for r in blamed for line in _words_of(r))
-    asked = [int(number, 16) for number in _RECOVERY.findall(text)]
+    told = _told_of_devices(evidence, finding)
+    kernel = "\n".join(e.text for e in told if e.event in ("xid", "sxid"))
+    asked = [int(number, 16) for number in _RECOVERY.findall(f"{text}\n{kernel}")]
+    asked += [value for e in told if (value := _recovery_of(e)) is not None]
     return Signs(
-        xids=frozenset(int(number) for number in _XID.findall(text)),
+        xids=frozenset({*map(int, _XID.findall(text)), *(e.xid for e in told if e.xid is not None)}),
         recovery=Recovery(asked[-1]) if asked and asked[-1] in _RECOVERIES else None,
         causes=frozenset(cause.name for cause, _ in decode_causes(text.splitlines())),
-        is_lost=_LOST.search(text) is not None,
+        is_lost=any(_LOST.search(t) is not None for t in (text, kernel, *(e.meaning for e in told))),
         is_async_save=bool(blamed) and all(_only_a_save_is_late(r) for r in blamed),
     )
+
+
+def _told_of_devices(evidence: Evidence, finding: Finding) -> list[DeviceEvent]:
+    """What may have caused it, of its ranks' GPUs."""
+    since_s = finding.since_unix_s if finding.since_unix_s is not None else 0.0
+    return [e for e in causal(evidence.devices, since_s) if e.rank is not None and e.rank in finding.ranks]
+
+
+def _recovery_of(event: DeviceEvent) -> int | None:
+    """What NVML says is needed, in the words of its collector."""
+    if event.source != "nvml" or event.event != "state":
+        return None
+    if "needs a reboot" in event.meaning:
+        return Recovery.REBOOT
+    return Recovery.RESET if "needs a reset" in event.meaning else None
 
 
 def _words_of(r: RankEvidence) -> Iterable[str]:

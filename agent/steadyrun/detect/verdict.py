@@ -25,6 +25,7 @@ from steadyrun.detect.collectives import (
     with_operation,
     without_doubt,
 )
+from steadyrun.detect.devices import with_devices
 from steadyrun.detect.exits import CRASH_SIGNALS, describe_exit
 from steadyrun.detect.grouping import Place, group_ranks, name_ranks, place_of, places_sentence
 from steadyrun.detect.waits import judge_flights
@@ -189,6 +190,7 @@ def judge(
         or [_known_of(court, f) for f in joined(_hang(court), flight, _in_collectives(court), _living(court))]
         or _last_resort(court, flight)
     )
+    findings = with_devices(findings, evidence, evidence.now_s + wall_minus_mono_s)
     ordered = sorted(findings, key=lambda f: (-f.confidence, f.since_unix_s or float("inf"), f.ranks))
     culprits = {r for f in ordered for r in f.ranks}
     seen = (c.evidence for c in court.cases if c.evidence.stacks or c.life is _Life.ALIVE)

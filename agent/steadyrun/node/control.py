@@ -18,13 +18,15 @@ drain                  first wins  JSON: somebody was asked to stop; ranks shoul
 calls/G                each node   how often its ranks have called should_stop()
 stop_at                leader      the call from which should_stop() is true
 pace/A/G               each node   its ranks' newest step timings, packed; set anew every second
+metrics/G              each node   host:port where it serves its metrics
 =====================  ==========  ==========================================================================
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ __all__ = [
     "Finished",
     "Lost",
     "Message",
+    "MetricsTold",
     "PaceTold",
     "StopAtTold",
     "StopTold",
@@ -116,6 +119,12 @@ class PaceTold:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsTold:
+    group_rank: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     reason: str
 
@@ -132,6 +141,7 @@ Message = (
     | CallsTold
     | StopAtTold
     | PaceTold
+    | MetricsTold
     | Lost
 )
 
@@ -139,8 +149,15 @@ Message = (
 class ControlChannel:
     """One epoch's conversation. Never blocks; answers come from ``drain``. Used from the loop's thread."""
 
-    def __init__(self, store: AsyncStore, group_rank: int, group_world_size: int) -> None:
+    def __init__(
+        self,
+        store: AsyncStore,
+        group_rank: int,
+        group_world_size: int,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
+        self._unix_s = unix_s
         self.group_rank = group_rank
         self.group_world_size = group_world_size
         self._floors: dict[int, Mapping[str, Any]] = {}
@@ -165,6 +182,10 @@ class ControlChannel:
         self._watch(["agreed", "drain", "stop_at"])
         if self.is_leader:
             self._watch(f"floor/{g}" for g in range(self.group_world_size))
+
+    def told_of(self, key: str) -> list[Any]:
+        """By the leader: what each node's state had under *key* when it announced itself, by group rank."""
+        return [floor["state"].get(key) for _, floor in sorted(self._floors.items())]
 
     def start_attempt(self, attempt: int) -> None:
         """Listen to everything that concerns the attempt."""
@@ -211,6 +232,14 @@ class ControlChannel:
     def expect_pace(self, attempt: int, every_s: float) -> None:
         """By the leader: hear what all other nodes tell of an attempt's pace, and of no other attempt's."""
         self._store.follow([f"pace/{attempt}/{g}" for g in range(1, self.group_world_size)], every_s)
+
+    def tell_metrics(self, address: str) -> None:
+        """Where this node serves its metrics."""
+        self._store.set(f"metrics/{self.group_rank}", address.encode())
+
+    def expect_metrics(self) -> None:
+        """By the leader: hear where the others do."""
+        self._watch(f"metrics/{g}" for g in range(1, self.group_world_size))
 
     # -- hearing -----------------------------------------------------------------------------------------------------
     def drain(self) -> list[Message]:
@@ -260,6 +289,8 @@ class ControlChannel:
                 case "pace":
                     attempt, _, group_rank = rest.partition("/")
                     return PaceTold(int(attempt), int(group_rank), value)
+                case "metrics":
+                    return MetricsTold(int(rest), value.decode()[:300])
                 case _:
                     return None
         except (ValueError, KeyError, TypeError):
@@ -270,7 +301,7 @@ class ControlChannel:
         if len(self._floors) == self.group_world_size:
             newest = max(self._floors.values(), key=lambda d: int(d["attempt"]))
             machines = [floor["state"].get("machine") for _, floor in sorted(self._floors.items())]
-            state = {**newest["state"], "machines": machines}
+            state = {**newest["state"], "machines": machines, "told_at_unix_s": self._unix_s()}
             self._store.set("agreed", _pack({"attempt": newest["attempt"], "state": state}))
 
     def _watch(self, keys: Iterable[str]) -> None:

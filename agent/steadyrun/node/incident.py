@@ -19,12 +19,14 @@ from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.clock import Clock
 from steadyrun.core.flight import FlightDetails, RankFlight
 from steadyrun.core.records import (
+    DeviceEvent,
     Evidence,
     ExitRecord,
     Finding,
     RankEvidence,
     Suspicion,
     Verdict,
+    device_event_from_json,
     rank_evidence_from_json,
     to_json,
 )
@@ -45,6 +47,8 @@ MAX_STACK_FRAMES: Final = 60  # per thread, in what is sent to other nodes
 MAX_THREADS: Final = 8
 MAX_FLIGHT_BYTES: Final = 16 << 10  # of a rank's summary, which has 2 to 8 KB
 FEWEST_OPS: Final = 8
+MAX_DEVICE_EVENTS: Final = 64  # of a node, in what is sent to others
+DEVICES_BEFORE_S: Final = 600.0  # events of devices this long before the last progress are evidence
 MAX_WAY_S: Final = 2.0  # of evidence through the control store; it takes milliseconds
 INF: Final = float("inf")
 
@@ -124,6 +128,7 @@ class IncidentDesk:
         self.hosts_store = False  # the job's rendezvous lives in this node's launcher
         self._reports: _Reports | None = None
         self._own: dict[int, tuple[RankEvidence, ...]] = {}
+        self.devices: Callable[[float], Sequence[DeviceEvent]] = lambda since_s: ()  # events since then, of this node
         self._progress: dict[str, Any] = {}
         self._highest = 0
         self._begun_s = clock.now_s()
@@ -210,6 +215,10 @@ class IncidentDesk:
 
         self._collector.start(targets, incident.folder, stack_signal, limit_s, finished, exit_of)
 
+    def own_evidence(self, incident: Incident) -> tuple[RankEvidence, ...]:
+        """What was collected of this node's ranks."""
+        return self._own.get(incident.number, ())
+
     def packed_evidence(self, incident: Incident) -> dict[str, Any]:
         """This node's evidence for the leader; long stacks are cut, the files keep everything."""
         ranks = [to_json(_shortened(r)) for r in self._own.get(incident.number, ())]
@@ -222,7 +231,14 @@ class IncidentDesk:
             "sent_at_unix_s": now_unix_s,
             "ranks": ranks,
             "progress": self._progress,
+            "devices": [to_json(e) for e in self._device_events(incident)],
         }
+
+    def _device_events(self, incident: Incident) -> list[DeviceEvent]:
+        """The newest and, before others, those that say that something is not well."""
+        since_s = self._clock.now_s() - incident.delay_s - DEVICES_BEFORE_S
+        events = sorted(self.devices(since_s), key=lambda e: (e.health != "unhealthy", e.event != "state", -e.at_s))
+        return sorted(events[:MAX_DEVICE_EVENTS], key=lambda e: e.at_s)
 
     # -- bringing together (leader) ----------------------------------------------------------------------------------
     def expect(self, incident: Incident, nodes: int, due_s: float) -> None:
@@ -260,6 +276,7 @@ class IncidentDesk:
         group_ranks: dict[str, int] = {}
         machines: list[Machine] = []
         needed: set[str] = set()
+        devices: list[DeviceEvent] = []
         for group_rank, payload in sorted(reports.payloads.items()):
             told = _unpack_evidence(payload)
             if isinstance(told, str):
@@ -267,6 +284,7 @@ class IncidentDesk:
                 continue
             late_s = reports.heard_at_unix_s.get(group_rank, told.sent_at_unix_s) - told.sent_at_unix_s
             ranks += [_with_clock(r, -late_s) for r in told.ranks]
+            devices += told.devices
             offsets[told.node] = told.unix_minus_mono_s
             progress.append(told.progress)
             group_ranks[told.node] = group_rank
@@ -281,13 +299,14 @@ class IncidentDesk:
             self.scores.meet(machines)
         absent = tuple(n for n in self.scores.nodes if n not in group_ranks)
         jury = _Jury(group_ranks, spares, frozenset(needed), absent)
-        judged = self._judge(incident, ranks, offsets, progress, missing, world_size, history, jury, has_older)
+        judged = self._judge(incident, ranks, offsets, progress, missing, world_size, history, jury, has_older, devices)
         return incident, judged
 
     def judge_own(self, incident: Incident, world_size: int, history: History) -> Judged:
         """Judge this node's evidence alone, for a report; nothing follows from it."""
         ranks = self._own.get(incident.number, ())
-        return self._judge(incident, ranks, {}, [self._progress], [], world_size, history, None)
+        devices = self._device_events(incident)
+        return self._judge(incident, ranks, {}, [self._progress], [], world_size, history, None, devices=devices)
 
     def report(
         self,
@@ -332,6 +351,12 @@ class IncidentDesk:
         """The job goes on without a node that is too slow."""
         self.scores.exclude([node], FaultKind.SLOW, self._highest)
 
+    def leaves_out_unfit(self, group_ranks: Sequence[int]) -> None:
+        """The job goes on without nodes that did not pass their check."""
+        nodes = self.scores.nodes
+        names = [nodes[g] for g in group_ranks if g < len(nodes)]
+        self.scores.exclude(names, FaultKind.UNKNOWN, self._highest)
+
     def _judge(
         self,
         incident: Incident,
@@ -343,6 +368,7 @@ class IncidentDesk:
         history: History,
         jury: _Jury | None,
         has_older: bool = False,
+        devices: Sequence[DeviceEvent] = (),
     ) -> Judged:
         """*jury* is None for a report."""
         evidence = Evidence(
@@ -354,6 +380,7 @@ class IncidentDesk:
             ranks=tuple(sorted(ranks, key=lambda r: r.rank)),
             script=self._script,
             missing=tuple(missing),
+            devices=tuple(devices),
         )
         offset_s = self._clock.unix_s() - self._clock.now_s()
         judgement = _judgement(evidence, offset_s, offsets, IncidentDetails(incident.folder))
@@ -548,6 +575,7 @@ def target_of(
     logs: Sequence[Path],
     suspicion: Suspicion | None,
     probe: ProbeResult | None,
+    gpu: str | None = None,
 ) -> Target:
     """What the collector needs to know about one rank."""
     return Target(
@@ -562,6 +590,7 @@ def target_of(
         suspicion,
         stack_unchanged=probe.stack_unchanged if probe is not None else None,
         cpu_share=probe.cpu_share if probe is not None else None,
+        gpu=gpu,
     )
 
 
@@ -576,6 +605,7 @@ class _Told:
     progress: Mapping[str, Any]
     host: str
     hosts_store: bool
+    devices: tuple[DeviceEvent, ...] = ()
 
 
 def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
@@ -590,6 +620,7 @@ def _unpack_evidence(payload: Mapping[str, Any]) -> _Told | str:
             dict(payload["progress"]),
             str(payload.get("host") or payload["node"]),
             bool(payload.get("hosts_store")),
+            tuple(device_event_from_json(e) for e in payload.get("devices") or ()),
         )
     except (KeyError, TypeError, ValueError) as e:
         return repr(e)

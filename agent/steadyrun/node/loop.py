@@ -8,6 +8,7 @@ the incident desk what the evidence means, the policy what follows.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import math
 import os
@@ -24,6 +25,8 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from steadyrun.collectors.gpumap import RankProcess
+from steadyrun.collectors.host.space import Folder
 from steadyrun.collectors.probe import ProbeRunner
 from steadyrun.collectors.process import ProcessReader, ProcessSample
 from steadyrun.core import layout
@@ -38,10 +41,17 @@ from steadyrun.detect.policy import History, PolicyLimits
 from steadyrun.node import control
 from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
+from steadyrun.node.devices import Devices, DevicesPlan
+from steadyrun.node.exporter import Exporter, ExporterPlan, SdTarget
+from steadyrun.node.gate import NodeGate
+from steadyrun.node.gatejudge import NodeReport
+from steadyrun.node.gatekeeper import TRIGGER as NODE_CHECK
+from steadyrun.node.gatekeeper import Gatekeeper
 from steadyrun.node.guardian import Guardian
 from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
 from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.node import NodeMachine
+from steadyrun.node.metrics import NodeFacts, NodeMetrics, RankLook
 from steadyrun.node.ports import (
     Membership,
     ProcessTable,
@@ -92,6 +102,9 @@ class NodeSpec:
         rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
         timing: ranks tell how long each step's own work took.
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
+        metrics: where this node's metrics are served.
+        devices: what is watched below the ranks; None for nothing.
+        node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
     """
 
     run_id: str
@@ -115,6 +128,9 @@ class NodeSpec:
     rollback: Mapping[str, Any] | None = None
     timing: bool = True
     straggler_action: str = "report"
+    metrics: ExporterPlan = field(default_factory=ExporterPlan)
+    devices: DevicesPlan | None = None
+    node_check: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +274,19 @@ class NodeAgent:
         self._machine = NodeMachine(spec.local_world_size, spec.limits, spec.mode, observed=spec.observed)
         self._board = Board.create_anonymous(spec.local_world_size)
         self._calibration = Calibration(spec.run_folder, spec.configuration, spec.limits, spec.timeouts)
-        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node, self._calibration.read)
+        self._metrics = NodeMetrics(
+            self._facts(None),
+            clock.now_s(),
+            clock.unix_s(),
+            lambda: clock.unix_s() - clock.now_s(),
+            clock.now_s,
+            self._helper_pids,
+        )
+        self._exporter = Exporter(
+            spec.metrics, self._metrics.series, spec.run_id, f"{spec.run_id}-{spec.node}", self._on_exporter
+        )
+        self._metrics_address: str | None = None
+        self._journal = Journal(spec.run_folder.journal(spec.node), spec.node, self._on_record)
         self._mailbox = _Mailbox()
         self._proc = ProcessReader()
         self._selector = selectors.DefaultSelector()
@@ -279,7 +307,10 @@ class NodeAgent:
             spec.node, clock, self._desk, self._record, say, spec.straggler_action, self._replace_slow
         )
         self._has_replaced_slow = False
+        self._gate = Gatekeeper(spec.node, _gate_of(spec), clock, self._record, say, self._mailbox.post)
+        self._early_decision: tuple[int, Mapping[str, Any]] | None = None  # of an attempt that has not begun here
         self._guardian: Guardian | None = None
+        self._devices: Devices | None = None
         self._saver: SaverKeeper | None = None
         self._channel: ControlChannel | None = None
         self._membership: Membership | None = None
@@ -312,6 +343,7 @@ class NodeAgent:
         self._next_waiting_s = 0.0
         self._next_descendants_s = 0.0
         self._next_idle_s = math.inf
+        self._awake_since_s = clock.now_s()
         self._idle_since: dict[int, tuple[ProcessSample, float]] = {}
         self._started_unix_s = clock.unix_s()
         self._live_path = spec.run_folder.state / f"{spec.node}.json"
@@ -340,6 +372,9 @@ class NodeAgent:
                 )
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
+            self._exporter.start()
+            if spec.devices is not None:
+                self._watch_devices(spec.devices)
             self._do(self._machine.start(self._clock.now_s()))
             while self._outcome is None:
                 self._one_pass()
@@ -349,13 +384,18 @@ class NodeAgent:
 
     def _one_pass(self) -> None:
         now_s = self._clock.now_s()
+        self._take_early_decision()
         wake_s = min(
             self._machine.next_deadline_s(), self._next_poll_s, self._desk.next_deadline_s(), self._next_idle_s
         )
         if self._tailer is not None:
             wake_s = min(wake_s, self._next_tail_s)
         timeout_s = min(max(wake_s - now_s, 0.0), POLL_S)
-        for key, _ in self._selector.select(timeout_s):
+        busy_s = now_s - self._awake_since_s  # nobody was listened to for so long
+        ready = self._selector.select(timeout_s)
+        self._awake_since_s = self._clock.now_s()
+        self._metrics.lagged(now_s, max(busy_s, self._awake_since_s - now_s - timeout_s, 0.0))
+        for key, _ in ready:
             key.data()
         now_s = self._clock.now_s()
         self._board.words[layout.H_AGENT_BEAT] = layout.now_word(self._board.base_ns)
@@ -376,6 +416,7 @@ class NodeAgent:
             self._next_tail_s = now_s + TAIL_S
             self._tailer.pump(now_s)
         self._follow_calibration(now_s)
+        self._gate.tick()
         if now_s >= self._next_live_s:
             self._write_live(now_s)
         if self._spec.elastic and now_s >= self._next_waiting_s and self._machine.phase is ev.NodePhase.RUNNING:
@@ -409,6 +450,10 @@ class NodeAgent:
         for then in self._mailbox.drain():
             then()
 
+    def _on_record(self, record: Mapping[str, Any]) -> None:
+        self._calibration.read(record)
+        self._metrics.read(record)
+
     def _record(self, type_: str, **fields: Any) -> None:
         self._journal.write(type_, self._clock.unix_s(), self._clock.now_s(), self._attempt, **fields)
 
@@ -423,6 +468,7 @@ class NodeAgent:
             match command:
                 case ev.Join():
                     self._close_channel()
+                    self._gate.begin(self._helpers_on_gpus())
                     self._in_thread("join", self._join)
                 case ev.OpenStore(attempt=attempt):
                     self._open_store(attempt)
@@ -431,7 +477,7 @@ class NodeAgent:
                 case ev.Probe():
                     self._probe(command)
                 case ev.Suspect(suspicion=suspicion, note=note):
-                    self._record("suspicion", suspicion=suspicion, note=note)
+                    self._record("suspicion", suspicion=suspicion, note=note, acts=command.acts)
                     self._say(f"steadyrun: {note}")
                 case ev.Alarm(stage=stage, key=key, suspicion=suspicion, note=note):
                     self._record("alarm", stage=stage, key=key, suspicion=suspicion, note=note)
@@ -449,10 +495,10 @@ class NodeAgent:
                     if self._channel is not None:
                         self._channel.tell_drain({"origin": self._channel.group_rank, "node": self._spec.node})
                 case ev.Sweep(attempt=attempt):
+                    self._gate.begin(self._helpers_on_gpus())  # beside the sweep
                     self._sweep(attempt)
                 case ev.Arrive(attempt=attempt):
-                    if self._channel is not None:
-                        self._channel.tell_arrived(attempt)
+                    self._arrive(attempt)
                 case ev.Finish(attempt=attempt):
                     if self._channel is not None:
                         self._channel.tell_finished(attempt)
@@ -478,13 +524,16 @@ class NodeAgent:
         except Exception as e:  # torch's rendezvous raises what its backends raise
             reason, exit_class = f"cannot join the rendezvous: {type(e).__name__}: {e}", ExitClass.START_UP
         else:
+            self._gate.wait()
             self._mailbox.post(lambda: self._on_membership(membership))
             return
         self._mailbox.post(lambda: self._feed(ev.JoinFailed(reason, exit_class)))
 
     def _on_membership(self, membership: Membership) -> None:
         self._membership = membership
-        self._channel = ControlChannel(membership.store, membership.group_rank, membership.group_world_size)
+        self._channel = ControlChannel(
+            membership.store, membership.group_rank, membership.group_world_size, self._clock.unix_s
+        )
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._on_channel)
         self._calls.clear()
         self._stores.clear()
@@ -495,8 +544,13 @@ class NodeAgent:
             "history": self._desk.pack_history(self._history),
             "scores": scores.pack(),
             "machine": scores.machine(self._spec.node),
+            "gate": self._gate.told(membership.hosts_store),
         }
         self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
+        self._exporter.take_membership(membership.group_rank)
+        self._tell_metrics()
+        if self._channel.is_leader:
+            self._channel.expect_metrics()
 
     def _close_channel(self) -> None:
         if self._channel is not None:
@@ -546,6 +600,7 @@ class NodeAgent:
                         self._say(f"steadyrun: {note}")
                 self._attempt = attempt
                 self._open_store(attempt)
+                self._pass_gate(channel, attempt, state)
             case control.StoreTold(attempt=attempt, host=host, port=port):
                 self._stores[attempt] = (host, port)
                 self._master = (host, port)
@@ -573,6 +628,8 @@ class NodeAgent:
                     channel.tell_stop_at(max(self._calls.values()) + ahead)
             case control.PaceTold():
                 self._pace.hear(message)
+            case control.MetricsTold(group_rank=group_rank, address=address):
+                self._exporter.add_target(SdTarget(address, self._spec.run_id, group_rank))
             case control.StopAtTold(call=call):
                 self._board.words[layout.H_STOP_AT_CALL] = call
                 self._record("stop_agreed", call=call)
@@ -654,6 +711,8 @@ class NodeAgent:
                 )
         elif channel.is_leader:
             excluded = tuple(int(g) for g in payload.get("excluded") or ())
+            if trigger == NODE_CHECK:
+                self._desk.leaves_out_unfit(excluded)
             decision = ev.Decision(
                 attempt,
                 Action.RESTART_WITHOUT_NODE if excluded else Action.RESTART,
@@ -680,6 +739,8 @@ class NodeAgent:
             incident = self._desk.open(self._desk.next_number(), command.attempt, payload)
             incident = replace(incident, only_report=command.only_report)
         suspicions = {s.rank: s for s in command.suspicions}
+        if self._devices is not None:
+            self._devices.look_again()
         views = self._fresh_views()
         targets = [
             target_of(
@@ -693,6 +754,7 @@ class NodeAgent:
                 [path for path in (p.spec.stderr, p.spec.stdout) if path is not None],
                 suspicions.get(p.rank),
                 self._probed.get(p.rank),
+                self._devices.gpu_of(p.rank) if self._devices is not None else None,
             )
             for p in self._ranks.values()
         ]
@@ -707,12 +769,21 @@ class NodeAgent:
             self._exit_of,
         )
 
+    def _has_recorder(self, rank: int) -> bool:
+        """The rank has process groups, and so a flight recorder that can be asked."""
+        process = self._ranks.get(rank)
+        return process is not None and (process.folder / "flight.json").exists()
+
     def _exit_of(self, rank: int) -> ExitRecord | None:
         """From the collector's thread."""
         process = self._ranks.get(rank)
         return process.exit if process is not None else None
 
     def _on_collected(self, attempt: int, incident: Incident) -> None:
+        found = self._desk.own_evidence(incident)
+        living = [r for r in found if r.exit is None and r.attached]
+        recording = [r for r in living if r.flight is not None or self._has_recorder(r.rank)]
+        self._metrics.take_dumps([bool(r.stacks) for r in living], [r.flight is not None for r in recording])
         if incident.only_report:
             world_size = self._membership.world_size if self._membership is not None else 0
             self._tell_verdict(incident, self._desk.judge_own(incident, world_size, self._history))
@@ -728,6 +799,7 @@ class NodeAgent:
         spares = self._rendezvous.spares()
         incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares)
         self._history = judged.history
+        self._count_budget()
         self._tell_verdict(incident, judged)
         if self._saver is not None and self._history.attempts:
             ended = self._history.attempts[-1]
@@ -753,7 +825,56 @@ class NodeAgent:
             "scores": self._desk.scores.pack(),
         }
 
+    # -- node check --------------------------------------------------------------------------------------------------
+    def _helpers_on_gpus(self) -> list[int]:
+        standbys = self._standbys.status() if self._standbys is not None else []
+        return [*self._helper_pids(), *(int(s["pid"]) for s in standbys)]
+
+    def _pass_gate(self, channel: ControlChannel, attempt: int, state: Mapping[str, Any]) -> None:
+        """The nodes are in, none of their ranks has been started: who is unfit is named, and left out with spares."""
+        if not channel.is_leader:
+            nodes = self._desk.scores.nodes
+            self._gate.hear_leader(nodes[0] if nodes else "the leader", state.get("told_at_unix_s"))
+            return
+        if self._spec.node_check == "off":
+            return
+        spares = self._rendezvous.spares() if self._spec.mode is Mode.ACT else 0
+        verdict = self._gate.judge(channel.told_of("gate"), spares)
+        if verdict.excluded:
+            stop = ev.PublishStop(attempt, verdict.reason, NODE_CHECK, None, None)
+            self._publish_stop(stop, verdict.excluded)
+
+    def _arrive(self, attempt: int) -> None:
+        """This node is free of the attempt; whether it is fit for another one is said first."""
+
+        def arrive(report: NodeReport | None) -> None:
+            if self._channel is not None:
+                if report is not None and report.is_unfit:
+                    self._step_back(self._channel, attempt + 1, report)
+                self._channel.tell_arrived(attempt)
+
+        self._gate.before_arrival(arrive)
+
+    def _step_back(self, channel: ControlChannel, following: int, report: NodeReport) -> None:
+        """This node is unfit for the attempt that follows. After a rendezvous nobody hears it: all look again then."""
+        hosts_store = self._membership is not None and self._membership.hosts_store
+        spares = self._rendezvous.spares() if self._spec.mode is Mode.ACT and not hosts_store else 0
+        is_out = channel.group_world_size > 1 and spares > 0
+        self._gate.say_unfit(report, is_out, "it hosts the rendezvous" if hosts_store else "no spare node is there")
+        if is_out:
+            reason = f"node check: {self._spec.node}: {report.troubles[0].reason}"
+            self._publish_stop(ev.PublishStop(following, reason, NODE_CHECK, None, None), (channel.group_rank,))
+
+    def _take_early_decision(self) -> None:
+        early, machine = self._early_decision, self._machine
+        if early is not None and machine.phase is not ev.NodePhase.JOINING and machine.attempt >= early[0]:
+            self._early_decision = None
+            self._on_decision(*early)
+
     def _on_decision(self, attempt: int, data: Mapping[str, Any]) -> None:
+        if self._machine.phase is ev.NodePhase.JOINING or attempt > self._machine.attempt:
+            self._early_decision = (attempt, data)  # another node was faster
+            return
         decision = ev.Decision(
             attempt=attempt,
             action=Action(data["action"]),
@@ -771,7 +892,13 @@ class NodeAgent:
         if decision.action is not Action.REPORT:
             self._pace.end_attempt()
         self._root_cause = decision.root_cause
-        self._record("decision", action=decision.action, next_attempt=decision.next_attempt, reason=decision.reason)
+        self._record(
+            "decision",
+            action=decision.action,
+            next_attempt=decision.next_attempt,
+            reason=decision.reason,
+            excluded=list(decision.excluded_nodes),
+        )
         self._feed(ev.Decided(decision))
 
     def _probe(self, command: ev.Probe) -> None:
@@ -868,6 +995,9 @@ class NodeAgent:
             self._watch_pid(pid)
         self._ranks[rank] = _RankProcess(rank, local_rank, attempt, pid, now_s, warm, spec, Path(setup["rank_dir"]))
         self._record("rank_started", rank=rank, local_rank=local_rank, pid=pid, warm=warm)
+        if self._devices is not None:
+            ranks = {p.rank: RankProcess(p.pid, p.local_rank, p.spec.env) for p in self._ranks.values()}
+            self._devices.take_ranks(ranks)
         self._feed(ev.RankSpawned(rank, pid))
 
     def _begin_attempt(self, attempt: int) -> None:
@@ -887,6 +1017,8 @@ class NodeAgent:
         membership = self._membership
         assert membership is not None
         self._pace.begin_attempt(attempt, membership.world_size, self._channel, membership.hosts_store)
+        self._metrics.begin_attempt(self._facts(membership))
+        self._count_budget()
         self._desk.begin_attempt(attempt)
         self._tell_saver(attempt)
 
@@ -1070,13 +1202,80 @@ class NodeAgent:
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
         views, attempt = self._views, self._attempt
         self._sample(now_s, views)
+        looks = [
+            RankLook(p.rank, p.local_rank, p.pid, states.get(p.rank, ""), views[p.rank]) for p in self._ranks.values()
+        ]
+        self._metrics.take_ranks(now_s, looks, self._board)
+        self._follow_devices(now_s)
         self._feed(ev.StatesRead(states))
         if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet
             self._feed(ev.BoardRead(views))
 
+    # -- metrics -----------------------------------------------------------------------------------------------------
+    def _facts(self, membership: Membership | None) -> NodeFacts:
+        spec, m = self._spec, membership
+        facts = NodeFacts(spec.run_id, spec.node, _version(), spec.local_world_size)
+        if m is None:
+            return facts
+        return replace(facts, group_rank=m.group_rank, nodes=m.group_world_size, world_size=m.world_size)
+
+    def _watch_devices(self, plan: DevicesPlan) -> None:
+        self._devices = devices = Devices(
+            plan,
+            self._spec.node,
+            self._clock,
+            _Watcher(self._selector),
+            self._mailbox.post,
+            self._record,
+            self._say,
+            self._metrics.with_values,
+        )
+        self._metrics.also(devices.fill)
+        self._desk.devices = devices.evidence
+        devices.start()
+
+    def _follow_devices(self, now_s: float) -> None:
+        if self._devices is not None:
+            self._devices.poll(now_s)
+            self._metrics.take_gpus(self._devices.gpu_indices())
+
+    def _helper_pids(self) -> list[int]:
+        """Processes that belong to the agent; from any thread."""
+        saver = self._saver.pid() if self._saver is not None else None
+        collectors = self._devices.pids() if self._devices is not None else []
+        return [*([saver] if saver is not None else []), *collectors]
+
+    def _on_exporter(self, address: str | None, why: str) -> None:
+        """From the exporter's thread."""
+
+        def tell() -> None:
+            self._metrics_address, self._next_live_s = address, 0.0
+            self._record("metrics", address=address, why=why)
+            if why:
+                self._say(f"steadyrun: {why}")
+            self._tell_metrics()
+
+        self._mailbox.post(tell)
+
+    def _tell_metrics(self) -> None:
+        if self._channel is not None and self._metrics_address is not None:
+            self._channel.tell_metrics(self._metrics_address)
+
+    def _count_budget(self) -> None:
+        history = self._history
+        if self._spec.max_restarts is not None:
+            used = sum(1 for a in history.attempts if a.row is None or a.row.counts)
+            self._metrics.take_budget(self._spec.max_restarts - used)
+        else:
+            used = history.restarts_since_progress + 1 if history.attempts else 0
+            self._metrics.take_budget(self._spec.restart_budget - used)
+
     def _write_live(self, now_s: float) -> None:
         self._next_live_s = now_s + LIVE_S
         spec = self._spec
+        limits = self._limits_told()
+        self._metrics.take_limits(limits)
+        self._metrics.take_lost_records(self._journal.lost)
         data = {
             "schema": "steadyrun.live/1",
             "run_id": spec.run_id,
@@ -1097,7 +1296,10 @@ class NodeAgent:
             "updated_at_unix_s": self._clock.unix_s(),
             "saver_pid": self._saver.pid() if self._saver is not None else None,
             "standbys": self._standbys.status() if self._standbys is not None else [],
-            "limits": self._limits_told(),
+            "limits": limits,
+            "metrics": self._metrics_address,
+            "node_check": self._gate.status(),
+            "devices": self._devices.told() if self._devices is not None else None,
         }
         temporary = self._live_path.with_suffix(".tmp")
         try:
@@ -1188,6 +1390,11 @@ class NodeAgent:
         except SteadyrunError as e:
             log.warning("rendezvous_left_badly", error=str(e))
         self._desk.close()
+        self._metrics_address = None
+        self._exporter.close()
+        if self._devices is not None:
+            self._devices.close()
+        self._gate.close()
         self._write_live(self._clock.now_s())
         self._selector.close()
         self._mailbox.close()
@@ -1195,6 +1402,19 @@ class NodeAgent:
         self._journal.close()
         if self._guardian is not None:
             self._guardian.dismiss()
+
+
+def _gate_of(spec: NodeSpec) -> NodeGate | None:
+    if spec.node_check == "off":
+        return None
+    return NodeGate(spec.node, spec.node_check, spec.local_world_size, [Folder("run", spec.run_folder.root)])
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("steadyrun")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 def _endless_as_none(seconds: float | None) -> float | None:

@@ -73,6 +73,7 @@ class Sampler:
                     self._attempt,
                     rank=rank,
                     step=(view.step or 0) - max(view.steps_done - 1, 0),
+                    is_global=view.step_is_global,
                 )
             self._sample_steps(slot, mine, view)
             self._sample_sections(slot, mine, view, now_s)

@@ -264,6 +264,7 @@ class SaverKeeper:
                     self._record(str(message.get("type", "saver")), **_journal_fields(fields))
             case "restored":
                 self._restored = (int(message.get("attempt", -1)), int(message.get("older", 0)))
+                self._record("checkpoint_loaded", step=message.get("step"))
             case "flushed":
                 self.flushed = {"step": message.get("step"), "why": message.get("why", "")}
             case "restart":

@@ -17,7 +17,7 @@ from typing import Final
 
 from steadyrun.core.records import OomRecord
 
-__all__ = ["OomKill", "OomWatch", "parse_oom_line"]
+__all__ = ["OomKill", "OomWatch", "parse_oom_line", "read_oom_kills"]
 
 V2_SOURCE: Final = "cgroup memory.events"
 V1_SOURCE: Final = "cgroup v1 memory.oom_control"
@@ -49,6 +49,17 @@ def parse_oom_line(line: str) -> OomKill | None:
     if m := _TASK.search(line):
         return OomKill(int(m["pid"]), m["comm"], m["constraint"] == "CONSTRAINT_MEMCG")
     return None
+
+
+def read_oom_kills(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """(in this process's memory group and, in version 2, below it; on the whole machine) since these exist."""
+    try:
+        lines = (root / "proc/vmstat").read_text().splitlines()
+    except OSError:
+        lines = []
+    words = (line.split() for line in lines)
+    machine = next((int(w[1]) for w in words if len(w) == 2 and w[0] == "oom_kill" and w[1].isdecimal()), None)
+    return OomWatch(root).own_kills(), machine
 
 
 @dataclass(slots=True)
@@ -174,6 +185,11 @@ class OomWatch:
             return OomRecord(None, source, detail)
         group, by = next(iter((near or grown).items()))
         return OomRecord(True, source, f"oom_kill of {self._name(group)} grew by {by}{self._log_hint()}")
+
+    def own_kills(self) -> int | None:
+        """The counter of the agent's own group; None where there is none."""
+        group = self._memory_group(self._own)
+        return _read_counter(group) if group is not None else None
 
     def close(self) -> None:
         with self._lock:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from steadyrun.core.records import ProcessFacts
 
-__all__ = ["ProcessReader", "ProcessRow", "ProcessSample"]
+__all__ = ["ProcessReader", "ProcessRow", "ProcessSample", "TreeUsage"]
 
 _MAX_DESCENDANTS = 256
 _COMMAND_CHARS = 120
@@ -31,11 +31,21 @@ class ProcessSample:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeUsage:
+    """What a process and those that descend from it use; CPU time of its children that have ended is counted in."""
+
+    cpu_s: float
+    rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Stat:
+    pid: int
     comm: str
     state: str
     ppid: int
     cpu_ticks: int
+    reaped_ticks: int
     threads: int
     start_ticks: int
     rss_pages: int
@@ -93,6 +103,29 @@ class ProcessReader:
         """The state letter of the main thread."""
         stat = self._stat(pid)
         return stat.state if stat is not None else None
+
+    def usage(self, pids: Iterable[int]) -> dict[int, TreeUsage]:
+        """Of each process with its descendants; those that are gone are left out."""
+        out: dict[int, TreeUsage] = {}
+        scan: _Scan | None = None
+        for pid in pids:
+            if self._has_children_files(pid):
+                children: Callable[[int], Iterator[int]] = self._children_from_tasks
+            else:
+                children = scan = scan or self._children_by_scan()
+            ticks = pages = 0
+            frontier, seen = [pid], {pid}
+            while frontier and len(seen) <= _MAX_DESCENDANTS:
+                stat = self._stat(frontier.pop())
+                if stat is not None:
+                    ticks += stat.cpu_ticks + stat.reaped_ticks
+                    pages += stat.rss_pages
+                    below = {c for c in children(stat.pid) if c not in seen}
+                    seen |= below
+                    frontier += below
+            if ticks or pages:
+                out[pid] = TreeUsage(ticks / self._ticks_per_s, pages * self._page_bytes)
+        return out
 
     def rows(self) -> list[ProcessRow]:
         """All processes that are visible, in the order of their pids; one small file is read for each."""
@@ -231,10 +264,12 @@ def _parse_stat(text: str | None) -> _Stat | None:
         return None
     try:
         return _Stat(
+            pid=int(text[:start]),
             comm=text[start + 1 : end],
             state=fields[0],
             ppid=int(fields[1]),
             cpu_ticks=int(fields[11]) + int(fields[12]),
+            reaped_ticks=int(fields[13]) + int(fields[14]),
             threads=int(fields[17]),
             start_ticks=int(fields[19]),
             rss_pages=int(fields[21]),

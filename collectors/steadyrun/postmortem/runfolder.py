@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.collectors.evidence import read_exception
-from steadyrun.core.records import Evidence, ExitRecord, RankEvidence, rank_evidence_from_json
+from steadyrun.core.records import (
+    DeviceEvent,
+    Evidence,
+    ExitRecord,
+    RankEvidence,
+    device_event_from_json,
+    rank_evidence_from_json,
+)
 from steadyrun.detect.grouping import name_ranks
 from steadyrun.postmortem.case import Input, InputStatus, Moment
 
@@ -150,10 +158,18 @@ def _evidence(data: Mapping[str, Any]) -> tuple[Evidence | None, str]:
             ranks=tuple(sorted(ranks, key=lambda r: r.rank)),
             script=str(data.get("script", "")),
             missing=tuple(map(str, data.get("missing", ()))),
+            devices=tuple(_device_events(data.get("devices"))),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as e:
         return None, f"not evidence of an incident: {e!r}"
     return evidence, problem
+
+
+def _device_events(rows: Any) -> Iterator[DeviceEvent]:
+    """Those that can be read."""
+    for row in rows if isinstance(rows, list) else ():
+        with contextlib.suppress(ValueError, AttributeError):
+            yield device_event_from_json(row)
 
 
 def _rank_evidence(row: Any) -> RankEvidence | str:

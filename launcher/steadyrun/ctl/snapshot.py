@@ -93,6 +93,7 @@ class NodeLook:
     ranks: tuple[RankLook, ...]
     standbys: tuple[Standby, ...] = ()
     limits: Mapping[str, Any] = field(default_factory=dict)
+    metrics: str = ""
     problem: str = ""
 
 
@@ -124,10 +125,12 @@ class RunLook:
 SILENT_S = 5.0  # an agent's loop passes at least every half second
 
 
-def look_at(run: RunFolder, now_s: float | None = None, now_unix_s: float | None = None) -> RunLook:
-    """The run as it is now; reads only."""
+def look_at(
+    run: RunFolder, now_s: float | None = None, now_unix_s: float | None = None, log: RunLog | None = None
+) -> RunLook:
+    """The run as it is now; reads only. *log*: its journals, where the caller has them."""
     now_s = time.monotonic() if now_s is None else now_s
-    log = RunLog.read(run)
+    log = RunLog.read(run) if log is None else log
     lives = live_nodes(run)
     nodes = tuple(_look_at_node(live, now_s) for live in lives)
     ended = log.ended_at_unix_s
@@ -203,6 +206,7 @@ def _look_at_node(live: LiveNode, now_s: float) -> NodeLook:
         ranks=ranks,
         standbys=tuple(_standby(s) for s in live.standbys) if alive else (),
         limits=live.data.get("limits") or {},
+        metrics=str(live.data.get("metrics") or "") if alive else "",
         problem=problem,
     )
 

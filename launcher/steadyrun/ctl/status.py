@@ -19,7 +19,7 @@ from steadyrun.ctl.console import Column, Console, ago, clock_time, duration, pl
 from steadyrun.ctl.runs import open_run
 from steadyrun.ctl.snapshot import NodeLook, RankLook, RunLook, is_overdue, look_at, running_ranks
 
-__all__ = ["register", "render"]
+__all__ = ["register", "render", "screen"]
 
 SCHEMA: Final = "steadyrun.status/1"
 REFRESH_S: Final = 1.0
@@ -75,7 +75,7 @@ def _is_well(look: RunLook) -> bool:
 # -- in a terminal ------------------------------------------------------------------------------------
 def _refresh(run: RunFolder, look: RunLook, console: Console) -> RunLook:
     """Redraw every second until q, Ctrl-C or the end of the run; the last picture stays on the screen."""
-    with _screen(console), contextlib.suppress(KeyboardInterrupt):
+    with screen(console), contextlib.suppress(KeyboardInterrupt):
         while look.state == "live":
             lines = [console.cut(t) for t in render(look, console, time.time())[: console.height - 2]]
             lines.append(console.styled("q leaves", "dim"))
@@ -90,7 +90,8 @@ def _refresh(run: RunFolder, look: RunLook, console: Console) -> RunLook:
 
 
 @contextlib.contextmanager
-def _screen(console: Console) -> Iterator[None]:
+def screen(console: Console) -> Iterator[None]:
+    """The terminal's other screen, keys come one by one; all is as before at the end."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     try:
@@ -168,6 +169,8 @@ def _node(node: NodeLook, console: Console, now_unix_s: float) -> list[str]:
         each = f", {size(memory)} each" if memory else ""
         warm = f"; {len(ready)} of {len(node.standbys)} standbys ready{each}"
     lines = [f"node {plain(node.node)}: {agent}{warm}"]
+    if node.metrics:
+        lines.append(console.styled(f"  metrics: http://{plain(node.metrics)}/metrics", "dim"))
     if node.problem:
         lines += console.wrapped(f"  {plain(node.problem)}", 2)
     if node.agent == "gone" and node.written_at_unix_s:

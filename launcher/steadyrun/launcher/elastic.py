@@ -49,10 +49,11 @@ from torch.distributed.elastic.rendezvous import registry as rdzv_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 import steadyrun.watch
+from steadyrun.collectors.host.space import Folder
 from steadyrun.core.classes import ExitClass
 from steadyrun.core.clock import SystemClock
 from steadyrun.core.errors import ConfigError, SteadyrunError
-from steadyrun.core.options import Resolved, Settings, environment_source, resolve
+from steadyrun.core.options import OFF_WORDS, Resolved, Settings, environment_source, resolve
 from steadyrun.core.runfolder import RunFolder
 from steadyrun.launcher.cli import NotGiven
 from steadyrun.launcher.env import (
@@ -69,6 +70,8 @@ from steadyrun.launcher.limits import limits_of, timeouts_of
 from steadyrun.launcher.seams import SEAMS, problems_of
 from steadyrun.launcher.signals import SignalInbox, parse_signals
 from steadyrun.node.calibration import configuration_of
+from steadyrun.node.devices import DevicesPlan
+from steadyrun.node.exporter import ExporterPlan
 from steadyrun.node.loop import NodeAgent, NodeSpec, Outcome, RankFailure
 from steadyrun.node.ports import Membership, RendezvousFailedError, RendezvousOverError
 from steadyrun.node.processes import LinuxProcessTable
@@ -636,6 +639,9 @@ class SteadyAgent(LocalElasticAgent):
             ),
             rollback=_rollback(settings, run_id),
             straggler_action=settings.straggler_action,
+            metrics=_exporter_plan(settings),
+            devices=_devices_plan(settings, folder, os.environ),
+            node_check=settings.node_check,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:
@@ -712,6 +718,23 @@ def _rollback(settings: Settings, run_id: str) -> Mapping[str, Any] | None:
     text = ",".join([run_id, str(to), *(f"{first}:{end}" for first, end in skipped)])
     known = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return {"to": to, "skip_batches": [list(r) for r in skipped], "id": known}
+
+
+def _exporter_plan(settings: Settings) -> ExporterPlan:
+    return ExporterPlan(settings.metrics_addr, _path(settings.metrics_sd_dir), _path(settings.metrics_textfile))
+
+
+def _devices_plan(settings: Settings, folder: RunFolder, environ: Mapping[str, str]) -> DevicesPlan:
+    return DevicesPlan(
+        kernel_log=_path(settings.kernel_log),
+        any_writer=environ.get("STEADYRUN_KERNEL_LOG_ANY_WRITER") == "1",
+        position=folder.kernel_position(socket.gethostname()),
+        folders=(Folder("run", folder.root),),
+    )
+
+
+def _path(text: str) -> Path | None:
+    return None if text.strip().lower() in OFF_WORDS else Path(os.path.abspath(text))
 
 
 def _faults(option: str, environ: Mapping[str, str]) -> str:

@@ -652,7 +652,9 @@ class Coordinator:
         step, attempt = save.key.step, save.key.attempt
         stall_s = round(max(save.stalls_s.values(), default=0.0), 6)
         if state is SaveState.DURABLE:
+            interval_s = self.schedule.durable_interval_s if self.schedule is not None else None
             fields = {"seconds": round(seconds, 3), "bytes": size_bytes, "path": path, "stall_s": stall_s}
+            fields["interval_s"] = interval_s
             self._out.append(Record("checkpoint_committed", {"step": step, "attempt": attempt, **fields}))
             options = self._options_for(save)
             if options is not None and options.options is not None:

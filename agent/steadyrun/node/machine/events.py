@@ -306,10 +306,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Write a suspicion into the journal and to the user; nothing is done yet."""
+    """Write a suspicion into the journal and to the user; *acts*: the rank is taken for hung."""
 
     suspicion: Suspicion
     note: str
+    acts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -711,7 +711,8 @@ class NodeMachine:
         keys = {w.suspicion: w.key for w in watched if w.key in self.limits.calibrated}
         out.extend(Alarm("hard", keys[s], s) for s in first[:1] if s in keys and not s.is_soft)
         out.extend(
-            Suspect(s, _said(s, now_s) if s.accepted else f"{_said(s, now_s)}: {_evidence_of(s)}") for s in first
+            Suspect(s, _said(s, now_s) if s.accepted else f"{_said(s, now_s)}: {_evidence_of(s)}", acts=True)
+            for s in first
         )
         if self.mode is Mode.OBSERVE:
             a.reported = {s.rank: a.watches[s.rank].mark() for s in suspicions}

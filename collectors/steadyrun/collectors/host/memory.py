@@ -10,6 +10,7 @@ from typing import Final
 import psutil
 
 from steadyrun.collectors.host.pressure import read_pressure
+from steadyrun.collectors.oom import read_oom_kills
 from steadyrun.collectors.protocol import CheckResult, Fact, Health, Trouble, combine
 
 __all__ = ["GroupMemory", "MachineMemory", "MemoryCollector", "read_group_memory", "read_machine_memory"]
@@ -116,8 +117,11 @@ class MemoryCollector:
         root: Path = Path("/"),
         machine: Callable[[], MachineMemory] = read_machine_memory,
         group: Callable[[Path], GroupMemory | None] = read_group_memory,
+        kills: Callable[[Path], tuple[int | None, int | None]] = read_oom_kills,
     ) -> None:
         self._root = root
+        self._kills = kills
+        self._first_kills: tuple[int | None, int | None] | None = None
         self._machine = machine
         self._group = group
 
@@ -125,11 +129,16 @@ class MemoryCollector:
         """Look now."""
         machine, group = self._machine(), self._group(self._root)
         pressure = read_pressure(self._root / "proc", "memory")
+        kills = self._kills(self._root)
+        self._first_kills = self._first_kills or kills
         facts: dict[str, Fact] = {
             "memory_total_bytes": machine.total_bytes,
             "memory_available_bytes": machine.available_bytes,
             "swap_used_bytes": machine.swap_used_bytes,
         }
+        for scope, now, first in zip(("cgroup", "host"), kills, self._first_kills, strict=True):
+            if now is not None and first is not None:
+                facts[f"oom_kills_{scope}_total"] = max(now - first, 0)  # since the first look
         troubles = _low("the machine", machine.available_bytes, machine.total_bytes)
         if group is not None:
             facts |= {"cgroup_limit_bytes": group.limit_bytes, "cgroup_used_bytes": group.used_bytes}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 from steadyrun.collectors.kernel.events import KernelEvent
 from steadyrun.collectors.kernel.ledger import Ledger
-from steadyrun.collectors.kernel.live import KernelWatch, write_position
+from steadyrun.collectors.kernel.live import KernelWatch, Position, write_position
 from steadyrun.collectors.protocol import CheckResult, Fact, combine, unknown
 
 __all__ = ["KernelCollector"]
@@ -29,6 +29,9 @@ class KernelCollector:
     Args:
         watch: opened; closed with the collector.
         keep_at: where the position is written, so that the next agent goes on there; None to keep none.
+
+    Attributes:
+        is_pumped: somebody calls ``pump`` as messages come; then ``check`` reads nothing, and holds nobody up.
     """
 
     name = "kernel_log"
@@ -45,6 +48,7 @@ class KernelCollector:
         self._clock = clock
         self._lock = threading.Lock()
         self._fresh: list[KernelEvent] = []
+        self.is_pumped = False
 
     def fileno(self) -> int | None:
         """For a selector; None where there is nothing to wait for (then ``check`` alone reads)."""
@@ -69,6 +73,23 @@ class KernelCollector:
             events, self._fresh = self._fresh, []
             return events
 
+    def give_back(self, events: Iterable[KernelEvent]) -> None:
+        """For the next ``take_events``, before all others."""
+        with self._lock:
+            self._fresh = [*events, *self._fresh]
+
+    def drain_all(self) -> None:
+        """Read all that is there, a few ten thousand messages at most."""
+        with self._lock:
+            self._drain_all()
+
+    def _drain_all(self) -> None:
+        for _ in range(_ROUNDS):
+            before = self.watch.position()
+            self._pump(500)
+            if self.watch.position() == before:
+                break
+
     def events_since(self, since_s: float) -> tuple[KernelEvent, ...]:
         """The newest events from *since_s* on (CLOCK_MONOTONIC seconds); for an incident."""
         with self._lock:
@@ -78,25 +99,27 @@ class KernelCollector:
     def check(self) -> CheckResult:
         """What stands now; *unknown* where the log cannot be read."""
         with self._lock:
-            for _ in range(_ROUNDS):
-                before = self.watch.position()
-                self._pump(500)
-                if self.watch.position() == before:
-                    break
-            troubles = self.ledger.troubles(self._clock())
-            self._keep()
-            facts: dict[str, Fact] = {f"events_total.{k}": n for k, n in sorted(self.ledger.totals.items())}
-            facts |= {"source": self.watch.source, "lost_total": self.watch.lost, "foreign_total": self.watch.foreign}
-            if self.watch.source == "none" and not troubles:
-                return unknown(self.name, self.watch.problem)
-            lost = f", {self.watch.lost} messages were overwritten unread" if self.watch.lost else ""
-            return combine(self.name, troubles, f"no trouble in the {self.watch.source}{lost}", facts)
+            result, position = self._check(), self.watch.position()
+        self._keep(position)
+        return result
 
-    def _keep(self) -> None:
-        position = self.watch.position()
+    def _check(self) -> CheckResult:
+        if not self.is_pumped or self.watch.fileno() is None:
+            self._drain_all()
+        troubles = self.ledger.troubles(self._clock())
+        facts: dict[str, Fact] = {f"events_total.{k}": n for k, n in sorted(self.ledger.totals.items())}
+        facts |= {"source": self.watch.source, "lost_total": self.watch.lost, "foreign_total": self.watch.foreign}
+        if self.watch.source == "none" and not troubles:
+            return unknown(self.name, self.watch.problem)
+        lost = f", {self.watch.lost} messages were overwritten unread" if self.watch.lost else ""
+        return combine(self.name, troubles, f"no trouble in the {self.watch.source}{lost}", facts)
+
+    def _keep(self, position: Position | None) -> None:
+        """Without the lock: the disk may be slow, and whoever pumps must not wait for it."""
         if self._keep_at is None or position is None or position == self._kept:
             return
         try:
+            self._keep_at.parent.mkdir(mode=0o700, exist_ok=True)
             write_position(self._keep_at, position)
         except OSError:
             self._keep_at = None  # the folder is gone or full: others say so
@@ -104,5 +127,6 @@ class KernelCollector:
 
     def close(self) -> None:
         with self._lock:
-            self._keep()
+            position = self.watch.position()
             self.watch.close()
+        self._keep(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,17 +21,26 @@ from steadyrun.collectors.nvml.prober import (
 from steadyrun.collectors.nvml.reading import GpuReading, merged
 from steadyrun.collectors.protocol import CheckResult, Fact, Health, Trouble, combine, unknown
 
-__all__ = ["NvmlCollector", "has_driver"]
+__all__ = ["NvmlCollector", "has_driver", "has_library"]
 
 EVERY_S: Final = 1.0  # the power that NVML gives is a mean over a second: faster tells nothing more
 SLOW_EVERY_S: Final = 10.0
 RARE_EVERY_S: Final = 60.0
 ANSWER_LIMIT_S: Final = 5.0
+_LIBRARY: Final = "libnvidia-ml.so.1"
 
 
 def has_driver(root: Path = Path("/")) -> bool:
     """The kernel module is loaded, or a container was given its devices."""
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
+
+
+def has_library(environ: Mapping[str, str]) -> bool:
+    """A container may be given the driver's library in a folder of its own."""
+    folders = environ.get("LD_LIBRARY_PATH", "").split(":")
+    with contextlib.suppress(OSError):
+        return any((Path(folder) / _LIBRARY).exists() for folder in folders if folder)
+    return False
 
 
 class NvmlCollector:
@@ -66,6 +76,10 @@ class NvmlCollector:
         """The newest of each GPU by index, and when they were read (CLOCK_MONOTONIC); they stay during a hang."""
         with self._lock:
             return tuple(self._readings[i] for i in sorted(self._readings)), self._read_at_s
+
+    def pid(self) -> int | None:
+        """The process that asks the driver, where there is one now."""
+        return self._prober.pid()
 
     def take_events(self) -> list[Mapping[str, int]]:
         """NVML's events since the last call: ``type``, ``data`` (the Xid), ``index``."""

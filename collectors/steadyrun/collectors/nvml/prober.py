@@ -94,6 +94,11 @@ class NvmlProber:
         self._abandoned = [p for p in self._abandoned if p.poll() is None]
         return len(self._abandoned)
 
+    def pid(self) -> int | None:
+        """The child's; any thread."""
+        child = self._child
+        return child.process.pid if child is not None else None
+
     def ask(self, groups: frozenset[str], limit_s: float) -> list[dict[str, Any]]:
         """An object per GPU. Raises ProbeError; until the back-off has passed it raises the last one again."""
         if self._child is None:

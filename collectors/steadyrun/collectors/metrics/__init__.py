@@ -1,0 +1,1 @@
+"""What is measured, under which names, and how it gets to Prometheus."""

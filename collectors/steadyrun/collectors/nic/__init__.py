@@ -1,0 +1,1 @@
+"""Network ports: InfiniBand, RoCE and Ethernet, their states and error counters."""

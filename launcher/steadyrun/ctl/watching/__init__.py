@@ -1,0 +1,1 @@
+"""What ``steadyctl top`` shows: gathering, folding and drawing."""
