@@ -43,9 +43,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Final
 
 import torch
@@ -59,10 +58,10 @@ from steadyrun.integrity.coefficients import (
     PER_BYTE,
     SMALL,
     large_factors,
-    mix64,
     signed,
     small_factors,
 )
+from steadyrun.integrity.roots import merge, root_of
 
 __all__ = ["Fingerprint", "Hasher", "Running", "fingerprint", "merge", "root_of"]
 
@@ -93,26 +92,6 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return f"{self.root:016x}"
-
-
-def root_of(leaves: Iterable[int], size_bytes: int) -> int:
-    """The root over *leaves*, without torch: agents use it to check what ranks send them."""
-    total = size_bytes * PER_BYTE
-    for place, leaf in enumerate(leaves, start=1):
-        total += mix64(leaf + place * GOLDEN)
-    return total & MASK
-
-
-def merge(roots: Mapping[str, int]) -> int:
-    """One root for a whole model from those of its tensors by name; in whatever order they were registered.
-
-    A change of one tensor's root always changes it. Names count: exchanged tensors are seen.
-    """
-    total = len(roots) * PER_BYTE
-    for name, root in roots.items():
-        own = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        total += mix64(mix64(root) + own)
-    return total & MASK
 
 
 class Hasher:
