@@ -40,6 +40,7 @@ from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
 from steadyrun.node.guardian import Guardian
 from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
+from steadyrun.node.integrity import CORRUPTION, Case, Integrity
 from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.node import NodeMachine
 from steadyrun.node.ports import (
@@ -92,6 +93,7 @@ class NodeSpec:
         rollback: what --ft-rollback asks for: ``to``, ``skip_batches``, ``id``; None: nothing.
         timing: ranks tell how long each step's own work took.
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
+        sdc: steps between checks of the ranks' bytes; 0: none; None: what their cost allows.
     """
 
     run_id: str
@@ -115,6 +117,7 @@ class NodeSpec:
     rollback: Mapping[str, Any] | None = None
     timing: bool = True
     straggler_action: str = "report"
+    sdc: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +282,17 @@ class NodeAgent:
             spec.node, clock, self._desk, self._record, say, spec.straggler_action, self._replace_slow
         )
         self._has_replaced_slow = False
+        self._integrity = Integrity(
+            spec.node,
+            clock,
+            self._desk,
+            self._record,
+            say,
+            self._in_thread,
+            self._mailbox.post,
+            spec.mode,
+            self._stop_corrupted,
+        )
         self._guardian: Guardian | None = None
         self._saver: SaverKeeper | None = None
         self._channel: ControlChannel | None = None
@@ -416,6 +430,7 @@ class NodeAgent:
         self._record(type_, **fields)
         if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
             self._desk.saved(fields["step"])
+            self._integrity.on_checkpoint(type_, fields["step"], str(fields.get("path") or ""))
 
     # -- commands ----------------------------------------------------------------------------------------------------
     def _do(self, commands: Sequence[ev.Command]) -> None:
@@ -495,6 +510,7 @@ class NodeAgent:
             "history": self._desk.pack_history(self._history),
             "scores": scores.pack(),
             "machine": scores.machine(self._spec.node),
+            "integrity": self._integrity.pack(),
         }
         self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
 
@@ -540,6 +556,7 @@ class NodeAgent:
         match message:
             case control.Agreed(attempt=attempt, state=state):
                 self._history = self._desk.unpack_history(state.get("history"), self._history)
+                self._integrity.adopt(state.get("integrity"))
                 for note in self._desk.scores.begin(state.get("scores"), state.get("machines")):
                     self._record("node_score", note=note)
                     if channel.is_leader:
@@ -573,6 +590,8 @@ class NodeAgent:
                     channel.tell_stop_at(max(self._calls.values()) + ahead)
             case control.PaceTold():
                 self._pace.hear(message)
+            case control.RootsTold() | control.AskTold() | control.AnswerTold():
+                self._integrity.hear(message)
             case control.StopAtTold(call=call):
                 self._board.words[layout.H_STOP_AT_CALL] = call
                 self._record("stop_agreed", call=call)
@@ -637,6 +656,14 @@ class NodeAgent:
             how = f"{why}: restarting in place, once"
         self._say(f"steadyrun: {wanted.reason}; {how}")
         self._publish_stop(ev.PublishStop(wanted.attempt, wanted.reason, "straggler", None, None), excluded)
+
+    def _stop_corrupted(self, case: Case) -> bool:
+        """Ranks train on wrong bytes: all of them go back. False where nobody can be stopped now."""
+        if case.attempt != self._attempt or self._machine.phase is not ev.NodePhase.RUNNING:
+            return False
+        self._say(f"steadyrun: wrong bytes: {case.reason}; going back to step {case.to}")
+        self._publish_stop(ev.PublishStop(case.attempt, case.reason, CORRUPTION, case.found_at_s, None))
+        return True
 
     def _on_stop(self, channel: ControlChannel, attempt: int, payload: Mapping[str, Any]) -> None:
         if attempt < self._attempt:
@@ -726,8 +753,11 @@ class NodeAgent:
         world_size = self._membership.world_size if self._membership is not None else 0
         has_older = self._saver is not None and self._saver.has_older(self._attempt)
         spares = self._rendezvous.spares()
-        incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares)
+        case = self._integrity.case_of(self._attempt)
+        incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares, case)
         self._history = judged.history
+        if case is not None and judged.decision.action is not Action.STOP:
+            self._integrity.go_back(case, incident.number, self._spec.run_id)
         self._tell_verdict(incident, judged)
         if self._saver is not None and self._history.attempts:
             ended = self._history.attempts[-1]
@@ -751,6 +781,7 @@ class NodeAgent:
             "root_cause": d.root_cause,
             "history": self._desk.pack_history(self._history),
             "scores": self._desk.scores.pack(),
+            "integrity": self._integrity.pack(),
         }
 
     def _on_decision(self, attempt: int, data: Mapping[str, Any]) -> None:
@@ -767,9 +798,11 @@ class NodeAgent:
         )
         self._history = self._desk.unpack_history(data.get("history"), self._history)
         self._desk.scores.adopt(data.get("scores"))
+        self._integrity.adopt(data.get("integrity"))
         self._floor = max(self._floor, decision.next_attempt)
         if decision.action is not Action.REPORT:
             self._pace.end_attempt()
+            self._integrity.end_attempt()
         self._root_cause = decision.root_cause
         self._record("decision", action=decision.action, next_attempt=decision.next_attempt, reason=decision.reason)
         self._feed(ev.Decided(decision))
@@ -823,6 +856,7 @@ class NodeAgent:
             "loaded_report": str(rank_dir / "loaded.json"),
             "stack_signal": spec.stack_signal,
             "timing": spec.timing,
+            "sdc": spec.sdc,
             "saver": self._saver.socket_path if self._saver is not None else None,
         }
 
@@ -887,6 +921,7 @@ class NodeAgent:
         membership = self._membership
         assert membership is not None
         self._pace.begin_attempt(attempt, membership.world_size, self._channel, membership.hosts_store)
+        self._integrity.begin_attempt(attempt, membership.world_size, self._channel)
         self._desk.begin_attempt(attempt)
         self._tell_saver(attempt)
 
@@ -905,9 +940,14 @@ class NodeAgent:
                 "host": host,
                 "port": port,
                 "node": self._spec.node,
-                "rollback": None if self._spec.rollback is None else dict(self._spec.rollback),
+                "rollback": self._rollback_wanted(),
             }
         )
+
+    def _rollback_wanted(self) -> dict[str, Any] | None:
+        """Away from wrong bytes, or else what --ft-rollback asks for: each is carried out once."""
+        wanted = self._integrity.rollback or self._spec.rollback
+        return None if wanted is None else dict(wanted)
 
     def _watch_pid(self, pid: int) -> None:
         fd = self._processes.fileno_of(pid)
@@ -1049,6 +1089,8 @@ class NodeAgent:
         self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
         saved = max((v.checkpoints_done for v in views.values() if v is not None), default=0)
         self._pace.sample(now_s, self._sampler.take_timings(), self._ranks.values(), saved)
+        words = {p.rank: self._board.integrity(p.local_rank) for p in self._ranks.values() if views[p.rank] is not None}
+        self._integrity.sample(now_s, self._ranks.values(), words, views)
 
     def _read_board(self, now_s: float) -> None:
         if not self._ranks:
@@ -1154,6 +1196,7 @@ class NodeAgent:
         self._sample(self._clock.now_s(), self._fresh_views())
         self._sampler.flush()
         self._pace.close()
+        self._integrity.close()
         self._calibration.close()
         self._record("run_ended", exit_class=int(exit_class), reason=reason)
         self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)
