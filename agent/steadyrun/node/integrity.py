@@ -125,6 +125,7 @@ class _Turn:
     most_ranks: int = 0
     is_told: bool = True
     is_ending: bool = False  # nobody answers any more
+    is_settled: bool = False  # the case is in other hands, or reported
 
 
 class Integrity:
@@ -274,6 +275,7 @@ class Integrity:
         if turn is None or turn.attempt != attempt or not turn.is_leader:
             return None
         self._hurry(turn)
+        turn.is_settled = turn.case is not None
         return turn.case
 
     # -- going back ----------------------------------------------------------------------------------------------------
@@ -440,9 +442,8 @@ class Integrity:
             self._conclude(turn, now_s)
 
     def _end(self, turn: _Turn) -> None:
-        had_case = turn.case is not None
         self._hurry(turn)
-        if turn.case is not None and not had_case:
+        if turn.case is not None and not turn.is_settled:
             self._report(turn, turn.case)
 
     # -- inquiries (leader) --------------------------------------------------------------------------------------------
@@ -499,8 +500,11 @@ class Integrity:
         turn.case = case
         if turn.is_ending:
             return
-        if self._mode is Mode.OBSERVE or not self._act(case):
+        if self._mode is Mode.OBSERVE:
             self._report(turn, case)
+            turn.is_settled = True
+        else:
+            turn.is_settled = self._act(case)  # else it waits for whoever judges what stops the ranks now
 
     def _case(self, turn: _Turn, found: Found) -> Case:
         j = found.judgement
