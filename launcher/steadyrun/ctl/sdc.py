@@ -1,4 +1,4 @@
-"""``steadyctl sdc``: whether the ranks of a run held the bytes that they should, who did not, and what the checks cost."""
+"""``steadyctl sdc``: whether the ranks of a run held the bytes that they should, who did not, and what checks cost."""
 
 from __future__ import annotations
 

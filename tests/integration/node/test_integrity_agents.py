@@ -1,4 +1,4 @@
-"""Agents that compare the bytes of their ranks: real rings in shared memory, real evidence sockets, a store in memory."""
+"""Agents that compare the bytes of their ranks: real rings in shared memory, real sockets, a store in memory."""
 
 from __future__ import annotations
 
@@ -371,3 +371,5 @@ def test_a_fault_of_another_kind_is_judged_with_what_the_bytes_say(jobs: Any) ->
     assert case is not None
     assert case.findings[0].ranks == (1,)
     assert job.leader.integrity.case_of(1) is None
+    job.leader.integrity.end_attempt()
+    assert not job.leader.desk.reports
