@@ -632,6 +632,7 @@ class SteadyAgent(LocalElasticAgent):
             ),
             rollback=_rollback(settings, run_id),
             straggler_action=settings.straggler_action,
+            sdc=settings.sdc,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:
