@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -20,7 +21,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from steadyrun.checkpoint.commit import mark_verified
-from steadyrun.checkpoint.manifest import Verified
+from steadyrun.checkpoint.manifest import AGREED_ROOTS, Verified
 from steadyrun.collectors.evidence import ask as ask_socket
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import FaultClass, Mode
@@ -583,7 +584,10 @@ class Integrity:
         for step, folder in self._safe.take_verified().items():
             self._record("integrity", event="verified", step=step, path=folder)
             verified = Verified(self._clock.unix_s(), "replicas")
-            self._in_thread("verified", lambda folder=folder, verified=verified: _mark(Path(folder), verified))  # type: ignore[misc]
+            world_size = self._turn.world_size if self._turn is not None else 0
+            roots = next((known for r in self._ranks.values() if (known := r.agreed_at(step, world_size))), {})
+            details = {AGREED_ROOTS: roots} if roots and self._safe.has_replicas else {}
+            self._in_thread("verified", partial(_mark, Path(folder), verified, details))
 
     # -- answering (every node) ----------------------------------------------------------------------------------------
     def _answer(self, turn: _Turn, payload: Mapping[str, Any]) -> None:
@@ -653,10 +657,10 @@ def _packed(number: int, ask: Ask) -> dict[str, Any]:
     return {"id": number, "what": ask.what, "ranks": list(ask.ranks), "limit_s": ask.limit_s, **ask.fields}
 
 
-def _mark(folder: Path, verified: Verified) -> None:
+def _mark(folder: Path, verified: Verified, details: Mapping[str, Any]) -> None:
     """In a worker thread. One that was removed meanwhile, or cannot be written, stays without the mark."""
     try:
-        mark_verified(folder, verified)
+        mark_verified(folder, verified, details)
     except (SteadyrunError, OSError) as e:
         log.info("checkpoint_not_marked", folder=str(folder), error=str(e))
 

@@ -177,6 +177,15 @@ class RankRoots:
             "compared": sum(g.count for g in plan.groups if g.has_replicas),
         }
 
+    def agreed_at(self, step: int, world_size: int) -> dict[str, str]:
+        """Roots after *step* of what all ranks of the job hold whole, as text; empty where they are no longer kept."""
+        found = next((r for r in reversed(self._recent) if r.step == step and r.moment != BEFORE), None)
+        plan = self._plans.get(found.generation) if found is not None else None
+        if found is None or plan is None:
+            return {}
+        whole = [g for g in plan.groups if len(g.ranks) == world_size]
+        return {name: f"{root:016x}" for g in whole for name, root in plan.by_name(found.roots, g).items()}
+
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()

@@ -14,13 +14,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from steadyrun.core.errors import ConfigError, SteadyrunError, nearest_name
-from steadyrun.ctl import calibrate, doctor, incidents, inject, kernellog, postmortem, sdc, status, stragglers
+from steadyrun.ctl import (
+    calibrate,
+    doctor,
+    incidents,
+    inject,
+    kernellog,
+    postmortem,
+    sdc,
+    status,
+    stragglers,
+    verifyreplicas,
+)
 from steadyrun.ctl.ckpt import commands as ckpt
 from steadyrun.ctl.console import Console
 
 __all__ = ["build_parser", "console_main", "main"]
 
-GROUPS: Final = (incidents, postmortem, status, stragglers, sdc, calibrate, inject, ckpt, kernellog, doctor)
+GROUPS: Final = (
+    incidents,
+    postmortem,
+    status,
+    stragglers,
+    sdc,
+    verifyreplicas,
+    calibrate,
+    inject,
+    ckpt,
+    kernellog,
+    doctor,
+)
 
 DESCRIPTION: Final = """\
 Looks at training runs started with steadyrun, live or finished.
