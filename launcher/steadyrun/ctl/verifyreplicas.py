@@ -180,8 +180,10 @@ def _agreed(source: Source, keys: Sequence[str]) -> Mapping[str, int]:
     """What the ranks agreed on, by the checkpoint's own names."""
     manifest = getattr(source, "manifest", None)
     roots = manifest.details.get(AGREED_ROOTS) if manifest is not None else None
+    if not isinstance(roots, Mapping):
+        return {}
     out: dict[str, int] = {}
-    for key in keys if isinstance(roots, Mapping) else ():
+    for key in keys:
         for name in _names(key):
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 out[key] = int(roots[name], 16)
