@@ -114,6 +114,7 @@ class Diverged:
     Attributes:
         differing: by group key, what each rank told.
         at_rest: what has changed at rest on which rank so far.
+        order_s: an order takes no longer to reach all ranks.
     """
 
     step: int
@@ -121,6 +122,7 @@ class Diverged:
     differing: Mapping[int, Mapping[int, int]]
     last_good: int | None
     at_rest: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    order_s: float = ANSWER_S
 
 
 Steps = Generator[Ask, Answers, Found]
@@ -147,7 +149,7 @@ def inquire(case: Diverged) -> Steps:
     if judgement.cause is Cause.UNDECIDED and len(judgement.ranks) == 2:
         one, other = judgement.ranks
         spots = yield from _locate_all(case, [(one, name, other) for name in judgement.names[:MOST_TENSORS]])
-        spots = yield from _captured(spots)
+        spots = yield from _captured(spots, case.order_s)
         judgement = settle(judgement, distances=_far_out(spots))
         if judgement.cause is Cause.DEVICE and judgement.ranks == (other,):
             spots = [_reversed(s) for s in spots]
@@ -160,7 +162,7 @@ def inquire(case: Diverged) -> Steps:
                 if witness is not None and witness != rank:
                     wanted.append((rank, name, witness))
         spots = yield from _locate_all(case, wanted)
-        spots = yield from _captured(spots, only_unclear=True)
+        spots = yield from _captured(spots, case.order_s, only_unclear=True)
     return Found(judgement, case.moment, tuple(spots), tuple(notes))
 
 
@@ -320,7 +322,7 @@ def _reversed(spot: Spot) -> Spot:
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
-def _captured(spots: Sequence[Spot], only_unclear: bool = False) -> Generator[Ask, Answers, list[Spot]]:
+def _captured(spots: Sequence[Spot], order_s: float, only_unclear: bool = False) -> Generator[Ask, Answers, list[Spot]]:
     """The spots with the bytes themselves, taken by suspect and witness after one and the same step, where they can be.
 
     Replicas get the same gradients, so that what is wrong stays what is wrong.
@@ -331,11 +333,11 @@ def _captured(spots: Sequence[Spot], only_unclear: bool = False) -> Generator[As
     out: list[Spot] = []
     for spot in spots:
         is_worth_it = spot.leaves is not None and spot.rank != spot.witness and not (only_unclear and spot.elements)
-        out.append((yield from _capture(spot)) if is_worth_it else spot)
+        out.append((yield from _capture(spot, order_s)) if is_worth_it else spot)
     return out
 
 
-def _capture(spot: Spot) -> Generator[Ask, Answers, Spot]:
+def _capture(spot: Spot, order_s: float) -> Generator[Ask, Answers, Spot]:
     pair = (spot.rank, spot.witness)
     told = yield Ask("newest", pair, {})
     try:
@@ -343,7 +345,7 @@ def _capture(spot: Spot) -> Generator[Ask, Answers, Spot]:
         step_s = max(float(told[r]["step_s"]) for r in pair)
     except (KeyError, ValueError, TypeError):
         return replace(spot, why_not=spot.why_not or "a rank has not told where it is")
-    step = newest + CAPTURE_AHEAD + math.ceil(ANSWER_S / max(step_s, 0.001))
+    step = newest + CAPTURE_AHEAD + math.ceil(order_s / max(step_s, 0.001))
     limit_s = ANSWER_S + min((step - newest) * step_s * 2, CAPTURE_S)
     leaves = sorted({e.element * spot.element_bytes // LEAF_BYTES for e in spot.elements})
     wanted = leaves[:MOST_LEAVES] or list(spot.differing[:MOST_LEAVES])

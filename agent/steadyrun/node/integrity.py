@@ -47,6 +47,8 @@ SEND_S: Final = 1.0
 CHECKS_S: Final = 30.0  # a record of what the checks cost
 COMPARED_S: Final = 5.0  # a record of what agreed
 SOCKET_S: Final = 2.0
+ORDER_S: Final = 4.0  # until an order has reached all nodes
+ORDER_HERE_S: Final = 1.0
 CAPTURE_LOOK_S: Final = 0.1
 MOST_WAIT_S: Final = 120.0
 MOST_ANSWER_BYTES: Final = 600_000  # of a value of the store
@@ -401,7 +403,9 @@ class Integrity:
         self._record("integrity", event="differing", step=seen.step, moment=seen.moment, groups=len(told))
         if turn.case is not None or turn.inquiry is not None:
             return
-        case = Diverged(seen.step, seen.moment, seen.differing, self._last_good(seen.step), turn.at_rest)
+        is_alone = turn.channel is None or turn.channel.group_world_size == 1
+        order_s = ORDER_HERE_S if is_alone else ORDER_S
+        case = Diverged(seen.step, seen.moment, seen.differing, self._last_good(seen.step), turn.at_rest, order_s)
         turn.keys = tuple(seen.differing)
         self._inquire(turn, Inquiry(inquire(case)), "replicas", now_s)
 
