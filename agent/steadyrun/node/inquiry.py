@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 from steadyrun.core.integrity import BEFORE_STEP, MOMENTS
 from steadyrun.detect.sdc import Cause, Check, Distances, Group, Judgement, Moment, first_divergence, judge, settle
 from steadyrun.detect.sdc.records import Outcome
-from steadyrun.detect.sdc.values import largest, value_of
+from steadyrun.detect.sdc.values import farthest, largest, value_of
 from steadyrun.integrity.coefficients import LEAF_BYTES, LEAF_WORDS
 from steadyrun.integrity.location import compare_leaf, differing_leaves, locate_word
 from steadyrun.node.rootswire import unpack_names, unpack_roots
 
-__all__ = ["Ask", "Diverged", "Element", "Found", "Inquiry", "Spot", "inquire", "inquire_at_rest"]
+__all__ = ["SAVED", "Ask", "Diverged", "Element", "Found", "Inquiry", "Spot", "inquire", "inquire_at_rest"]
 
 ANSWER_S: Final = 4.0  # over nodes: a question and its answer take a second each
 MOST_SIDES: Final = 8  # different digests of one group that are looked into
@@ -32,6 +32,8 @@ MOST_ELEMENTS: Final = 16  # of a tensor
 CAPTURE_AHEAD: Final = 3  # steps; those that are made while the order is on its way come on top
 CAPTURE_S: Final = 60.0
 BEFORE: Final = MOMENTS[BEFORE_STEP]
+FAR_MOVED: Final = 4.0  # times as far as any element beside it has moved since a checkpoint
+SAVED: Final = -1  # in place of a rank: the newest verified checkpoint
 FAR_OUT: Final = 100.0  # times the largest magnitude beside it
 
 
@@ -74,6 +76,7 @@ class Spot:
     witness: int
     dtype: str = ""
     element_bytes: int = 0
+    size_bytes: int = 0
     elements: tuple[Element, ...] = ()
     leaves: int | None = None
     is_all: bool = False
@@ -149,8 +152,8 @@ def inquire(case: Diverged) -> Steps:
     if judgement.cause is Cause.UNDECIDED and len(judgement.ranks) == 2:
         one, other = judgement.ranks
         spots = yield from _locate_all(case, [(one, name, other) for name in judgement.names[:MOST_TENSORS]])
-        spots = yield from _captured(spots, case.order_s)
-        judgement = settle(judgement, distances=_far_out(spots))
+        spots, distances = yield from _weighed(spots, case.order_s)
+        judgement = settle(judgement, distances=distances)
         if judgement.cause is Cause.DEVICE and judgement.ranks == (other,):
             spots = [_reversed(s) for s in spots]
     elif judgement.cause is Cause.DEVICE:
@@ -162,7 +165,7 @@ def inquire(case: Diverged) -> Steps:
                 if witness is not None and witness != rank:
                     wanted.append((rank, name, witness))
         spots = yield from _locate_all(case, wanted)
-        spots = yield from _captured(spots, case.order_s, only_unclear=True)
+        spots = yield from _cleared(spots, case.order_s)
     return Found(judgement, case.moment, tuple(spots), tuple(notes))
 
 
@@ -308,6 +311,7 @@ def _compare(rank: int, name: str, witness: int, own: _Leaves | str, other: _Lea
         witness,
         own.dtype,
         own.element_bytes,
+        own.size_bytes,
         tuple(elements),
         len(leaves),
         is_all and bool(elements),
@@ -322,81 +326,127 @@ def _reversed(spot: Spot) -> Spot:
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
-def _captured(spots: Sequence[Spot], order_s: float, only_unclear: bool = False) -> Generator[Ask, Answers, list[Spot]]:
-    """The spots with the bytes themselves, taken by suspect and witness after one and the same step, where they can be.
-
-    Replicas get the same gradients, so that what is wrong stays what is wrong.
-
-    Args:
-        only_unclear: those whose elements are known are left as they are.
-    """
+def _cleared(spots: Sequence[Spot], order_s: float) -> Generator[Ask, Answers, list[Spot]]:
+    """The spots; where sums have not shown the elements, from the bytes themselves, if they can be had."""
     out: list[Spot] = []
     for spot in spots:
-        is_worth_it = spot.leaves is not None and spot.rank != spot.witness and not (only_unclear and spot.elements)
-        out.append((yield from _capture(spot, order_s)) if is_worth_it else spot)
+        if spot.leaves and not spot.elements:
+            spot, _ = yield from _capture(spot, order_s)
+        out.append(spot)
     return out
 
 
-def _capture(spot: Spot, order_s: float) -> Generator[Ask, Answers, Spot]:
+def _weighed(spots: Sequence[Spot], order_s: float) -> Generator[Ask, Answers, tuple[list[Spot], Distances | None]]:
+    """Two sides: the bytes of both, and how far the values of each lie from where they can be."""
+    out: list[Spot] = []
+    distances: Distances | None = None
+    for spot in spots:
+        if spot.leaves is not None:
+            spot, copies = yield from _capture(spot, order_s)
+            if spot.is_all and distances is None:
+                distances = _far_out(spot)
+            if spot.is_all and distances is None:
+                distances = yield from _far_from_saved(spot, copies)
+        out.append(spot)
+    return out, distances
+
+
+# The bytes of a piece, of suspect and witness.
+Copies = Mapping[int, tuple[bytes, bytes]]
+
+
+def _capture(spot: Spot, order_s: float) -> Generator[Ask, Answers, tuple[Spot, Copies]]:
+    """The spot with the bytes themselves, taken by suspect and witness after one and the same step, where they can be.
+
+    Replicas get the same gradients, so that what is wrong stays what is wrong.
+    """
     pair = (spot.rank, spot.witness)
     told = yield Ask("newest", pair, {})
     try:
         newest = max(int(told[r]["step"]) for r in pair)
         step_s = max(float(told[r]["step_s"]) for r in pair)
     except (KeyError, ValueError, TypeError):
-        return replace(spot, why_not=spot.why_not or "a rank has not told where it is")
+        return replace(spot, why_not=spot.why_not or "a rank has not told where it is"), {}
     step = newest + CAPTURE_AHEAD + math.ceil(order_s / max(step_s, 0.001))
     limit_s = ANSWER_S + min((step - newest) * step_s * 2, CAPTURE_S)
     leaves = sorted({e.element * spot.element_bytes // LEAF_BYTES for e in spot.elements})
     wanted = leaves[:MOST_LEAVES] or list(spot.differing[:MOST_LEAVES])
     answers = yield Ask("capture", pair, {"tensor": spot.tensor, "leaves": wanted, "step": step}, limit_s)
-    copies = [_copies(answers.get(r, {}), spot.tensor, step) for r in pair]
+    own, other = (_copies(answers.get(r, {}), spot.tensor, step) for r in pair)
+    copies = {k: (own[k], other[k]) for k in sorted(own.keys() & other.keys()) if len(own[k]) == len(other[k])}
     elements: list[Element] = []
-    count, scale = 0, None
-    for leaf in sorted(copies[0].keys() & copies[1].keys()):
-        own, other = copies[0][leaf], copies[1][leaf]
-        try:
-            found, number = compare_leaf(own, other, leaf, spot.element_bytes, MOST_ELEMENTS - len(elements))
-        except ValueError:
-            continue
+    count = 0
+    for leaf, (mine, theirs) in copies.items():
+        found, number = compare_leaf(mine, theirs, leaf, spot.element_bytes, MOST_ELEMENTS - len(elements))
         count += number
         elements += [Element(d.element, d.bits, d.own, d.other) for d in found]
-        first = leaf * LEAF_BYTES // spot.element_bytes
-        beside = largest(other, spot.dtype, [d.element - first for d in found])
-        scale = beside if scale is None else max(scale, beside or 0.0)
     if not elements:
-        return replace(spot, why_not=spot.why_not or "the bytes could not be had")
-    is_all = count == len(elements) and spot.leaves == len(copies[0].keys() & copies[1].keys())
-    return replace(spot, elements=tuple(elements), is_all=is_all, why_not="", scale=scale)
+        return replace(spot, why_not=spot.why_not or "the bytes could not be had"), copies
+    is_all = count == len(elements) and spot.leaves == len(copies)
+    beside = [largest(theirs, spot.dtype, _places(elements, leaf, spot)) for leaf, (_, theirs) in copies.items()]
+    scale = max((b for b in beside if b is not None), default=None)
+    return replace(spot, elements=tuple(elements), is_all=is_all, why_not="", scale=scale), copies
 
 
-def _copies(answer: Mapping[str, Any], tensor: str, step: int) -> dict[int, bytes]:
+def _places(elements: Sequence[Element], leaf: int, spot: Spot) -> list[int]:
+    """Places of elements in a piece."""
+    first = leaf * LEAF_BYTES // spot.element_bytes
+    return [e.element - first for e in elements]
+
+
+def _copies(answer: Mapping[str, Any], tensor: str, step: int | None) -> dict[int, bytes]:
     try:
         return {
             int(told["leaf"]): base64.b64decode(told["bytes"])
             for told in answer.get("captures", ())
-            if told["tensor"] == tensor and told["step"] == step
+            if told["tensor"] == tensor and told.get("step") == step
         }
     except (KeyError, ValueError, TypeError):
         return {}
 
 
-def _far_out(spots: Sequence[Spot]) -> Distances | None:
-    """Of two sides: how large their values are where they differ, against all others of the same pieces.
+def _numbers(spot: Spot) -> list[tuple[Element, float, float]]:
+    """The elements with both values, as far as they are floats."""
+    out = []
+    for e in spot.elements:
+        own, other = (value_of(v, spot.dtype) if v is not None else None for v in (e.own, e.other))
+        if own is not None and other is not None:
+            out.append((e, own, other))
+    return out
+
+
+def _far_out(spot: Spot) -> Distances | None:
+    """How large the values are where two sides differ, against all others of the same pieces.
 
     A flipped high bit of an exponent makes a number that no training comes to; a low bit says nothing.
     """
-    for spot in spots:
-        if not spot.scale or not spot.is_all:
+    bound = FAR_OUT * (spot.scale or math.inf)
+    for _, own, other in _numbers(spot):
+        if not (abs(own) <= bound and abs(other) <= bound):
+            why = f"its value is {FAR_OUT:g} times as large as any other beside it"
+            return Distances({spot.rank: abs(own), spot.witness: abs(other)}, bound, why)
+    return None
+
+
+def _far_from_saved(spot: Spot, copies: Copies) -> Generator[Ask, Answers, Distances | None]:
+    """How far the values lie from the newest verified checkpoint, against how far all others beside them have moved."""
+    numbers = _numbers(spot)
+    if not numbers:
+        return None
+    fields = {"tensor": spot.tensor, "leaves": list(copies), "size_bytes": spot.size_bytes}
+    told = yield Ask("saved", (SAVED,), fields)
+    saved = _copies(told.get(SAVED, {}), spot.tensor, None)
+    for element, own, other in numbers:
+        leaf = element.element * spot.element_bytes // LEAF_BYTES
+        if leaf not in copies or len(saved.get(leaf, b"")) != len(copies[leaf][1]):
             continue
-        for e in spot.elements:
-            own, other = (value_of(v, spot.dtype) if v is not None else None for v in (e.own, e.other))
-            if own is None or other is None:
-                continue
-            sizes = {spot.rank: abs(own), spot.witness: abs(other)}
-            bound = FAR_OUT * spot.scale
-            if any(not size <= bound for size in sizes.values()):
-                return Distances(sizes, bound, f"its value is {FAR_OUT:g} times as large as any other beside it")
+        (place,) = _places([element], leaf, spot)
+        moved = farthest(copies[leaf][1], saved[leaf], spot.dtype, _places(spot.elements, leaf, spot))
+        size = spot.element_bytes
+        was = value_of(int.from_bytes(saved[leaf][place * size : (place + 1) * size], "little"), spot.dtype)
+        if not moved or was is None:
+            continue
+        return Distances({spot.rank: abs(own - was), spot.witness: abs(other - was)}, FAR_MOVED * moved)
     return None
 
 

@@ -9,6 +9,7 @@ goes back to the newest checkpoint that is known to be right.
 
 from __future__ import annotations
 
+import base64
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ import structlog
 
 from steadyrun.checkpoint.commit import mark_verified
 from steadyrun.checkpoint.manifest import AGREED_ROOTS, Verified
+from steadyrun.checkpoint.savedbytes import saved_pieces
 from steadyrun.collectors.evidence import ask as ask_socket
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import FaultClass, Mode
@@ -32,9 +34,10 @@ from steadyrun.core.records import Finding, RankEvidence, Verdict, to_json
 from steadyrun.detect.sdc import Cause
 from steadyrun.detect.sdc.comparing import Compared, Comparison, Resting
 from steadyrun.detect.sdc.safe import SafeSteps
+from steadyrun.integrity.coefficients import LEAF_BYTES
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
 from steadyrun.node.incident import Incident
-from steadyrun.node.inquiry import Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
+from steadyrun.node.inquiry import SAVED, Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
 from steadyrun.node.rankroots import RankRoots
 from steadyrun.node.rootswire import RankIntegrity, RootsFacts, RootsInbox, RootsOutbox, Told, pack_roots
 
@@ -466,7 +469,7 @@ class Integrity:
             return
         turn.ask_id += 1
         payload = _packed(turn.ask_id, inquiry.ask)
-        if turn.channel is not None and any(r not in self._ranks for r in inquiry.ask.ranks):
+        if turn.channel is not None and any(r not in self._ranks for r in inquiry.ask.ranks if r != SAVED):
             turn.channel.tell_ask(turn.attempt, payload)
         self._answer(turn, payload)
 
@@ -475,7 +478,7 @@ class Integrity:
         if payload.get("id") != turn.ask_id or turn.inquiry is None or not isinstance(answers, Mapping):
             return
         for rank, answer in answers.items():
-            if str(rank).isdecimal() and isinstance(answer, Mapping):
+            if str(rank).removeprefix("-").isdecimal() and isinstance(answer, Mapping):
                 turn.inquiry.hear(int(rank), answer)
         now_s = self._clock.now_s()
         while turn.inquiry is not None and turn.inquiry.look(now_s):
@@ -596,9 +599,12 @@ class Integrity:
     # -- answering (every node) ----------------------------------------------------------------------------------------
     def _answer(self, turn: _Turn, payload: Mapping[str, Any]) -> None:
         asked = [int(r) for r in payload.get("ranks", ()) if int(r) in self._ranks]
+        what, number = str(payload.get("what", "")), int(payload.get("id", 0))
+        if what == "saved" and turn.is_leader:
+            folder = self._safe.newest_folder()
+            self._in_thread("integrity", lambda: self._answer_later(turn, number, {SAVED: _saved(folder, payload)}))
         if not asked:
             return
-        what, number = str(payload.get("what", "")), int(payload.get("id", 0))
         if what == "roots":
             step, moment, key = int(payload["step"]), str(payload["moment"]), int(payload["key"])
             answers = {r: self._ranks[r].roots_of(step, moment, key) for r in asked}
@@ -612,10 +618,13 @@ class Integrity:
 
             def work() -> None:
                 get = _leaves if what == "leaves" else _capture
-                found = {r: get(path, payload, limit_s) for r, path in sockets.items()}
-                self._post(lambda: self._tell_answers(turn, number, found))
+                self._answer_later(turn, number, {r: get(path, payload, limit_s) for r, path in sockets.items()})
 
             self._in_thread("integrity", work)
+
+    def _answer_later(self, turn: _Turn, number: int, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        """From a worker thread."""
+        self._post(lambda: self._tell_answers(turn, number, answers))
 
     def _tell_answers(self, turn: _Turn, number: int, answers: Mapping[int, Mapping[str, Any]]) -> None:
         if turn is not self._turn:
@@ -667,6 +676,18 @@ def _mark(folder: Path, verified: Verified, details: Mapping[str, Any]) -> None:
         mark_verified(folder, verified, details)
     except (SteadyrunError, OSError) as e:
         log.info("checkpoint_not_marked", folder=str(folder), error=str(e))
+
+
+def _saved(folder: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Pieces of a tensor as the newest verified checkpoint holds them. In a worker thread."""
+    tensor, leaves = str(payload["tensor"]), [int(leaf) for leaf in payload["leaves"]]
+    try:
+        pieces = [(leaf * LEAF_BYTES, LEAF_BYTES) for leaf in leaves]
+        found = saved_pieces(Path(folder), tensor, int(payload["size_bytes"]), pieces) if folder else []
+    except (SteadyrunError, OSError) as e:
+        return {"error": str(e)}
+    packed = [base64.b64encode(data).decode() for data in found]
+    return {"captures": [{"tensor": tensor, "leaf": n, "bytes": data} for n, data in zip(leaves, packed, strict=False)]}
 
 
 # -- questions to ranks (worker threads) -------------------------------------------------------------------------------

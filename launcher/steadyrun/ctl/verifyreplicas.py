@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steadyrun.checkpoint.manifest import AGREED_ROOTS
+from steadyrun.checkpoint.savedbytes import names_of
 from steadyrun.core.errors import ConfigError
 from steadyrun.core.records import to_json
 from steadyrun.ctl.ckpt.progress import Update, progress_bar
@@ -184,21 +185,11 @@ def _agreed(source: Source, keys: Sequence[str]) -> Mapping[str, int]:
         return {}
     out: dict[str, int] = {}
     for key in keys:
-        for name in _names(key):
+        for name in names_of(key):
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 out[key] = int(roots[name], 16)
                 break
     return out
-
-
-def _names(key: str) -> Iterator[str]:
-    """How the checks may have called what a checkpoint calls *key*."""
-    yield key
-    head, _, rest = key.partition(".")
-    if head == "model":
-        yield rest
-    if rest.startswith("state."):
-        yield f"{head}.{rest.removeprefix('state.')}"
 
 
 def _read(source: Source, key: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ class Ranks:
         self.world, self.wrong, self.values = world, wrong, values or {}
         self.asked: list[Ask] = []
         self.mute: set[int] = set()
+        self.saved = b""
 
     def root(self, rank: int, name: str) -> int:
         return hash(name) & MASK ^ self.wrong.get(rank, {}).get(name, 0)
@@ -38,6 +39,9 @@ class Ranks:
             return {"places": [self.leaves(rank, *place) for place in ask.fields["places"]]}
         if ask.what == "newest":
             return {"step": 60, "step_s": 0.5}
+        if ask.what == "saved":
+            data = base64.b64encode(self.saved).decode()
+            return {"captures": [{"tensor": ask.fields["tensor"], "leaf": 0, "bytes": data}]}
         assert ask.what == "capture"
         data = base64.b64encode(self.values[rank]).decode()
         capture = {"tensor": ask.fields["tensor"], "step": ask.fields["step"], "leaf": 0, "bytes": data}
@@ -116,6 +120,18 @@ def test_two_replicas_are_settled_by_a_value_that_no_training_comes_to() -> None
     (spot,) = found.spots
     assert (spot.rank, spot.witness) == (0, 1)
     assert [(e.element, e.bits, e.own, e.other) for e in spot.elements] == [(100, (30,), 0x7D000000, 0x3D000000)]
+
+
+def test_two_replicas_are_settled_by_a_value_too_far_from_the_verified_checkpoint() -> None:
+    moved = b"\x00\x04\x00\x3d" * 1024  # all have moved a little since
+    bad = bytearray(moved)
+    bad[400:404] = b"\x00\x04\x10\x3d"  # one much farther, and it is not large
+    ranks = Ranks(2, {1: {"b.weight": 1 << 20}}, {0: moved, 1: bytes(bad)})
+    assert ranks.inquire().judgement.cause is Cause.UNDECIDED
+    ranks.saved = bytes_of(b"\x00\x00\x00\x3d")
+    found = ranks.inquire()
+    assert (found.judgement.cause, found.judgement.ranks) == (Cause.DEVICE, (1,))
+    assert "verified checkpoint" in found.judgement.sentence
 
 
 def test_two_replicas_with_a_small_difference_stay_undecided_and_are_both_located() -> None:

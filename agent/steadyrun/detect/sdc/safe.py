@@ -48,6 +48,11 @@ class SafeSteps:
     def is_verified(self, step: int) -> bool:
         return step in (self._agreed if self.has_replicas else self._still)
 
+    def newest_folder(self) -> str:
+        """Of the newest verified checkpoint; empty: there is none."""
+        known = [s for s, folder in self._saved.items() if folder and self.is_verified(s)]
+        return self._saved[max(known)] if known else ""
+
     def take_verified(self) -> Mapping[int, str]:
         """Durable checkpoints that are known to be verified since the last call."""
         new = {s: f for s, f in self._saved.items() if f and s not in self._told and self.is_verified(s)}

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["largest", "value_of"]
+__all__ = ["farthest", "largest", "value_of"]
 
 _FORMATS: Final = {"float64": "<d", "float32": "<f", "float16": "<e"}
 
@@ -30,13 +30,23 @@ def largest(data: bytes, dtype: str, without: Sequence[int] = ()) -> float | Non
     Args:
         without: places of elements to leave out.
     """
+    values, left_out = _values(data, dtype), set(without)
+    return max((abs(v) for i, v in enumerate(values) if i not in left_out and math.isfinite(v)), default=None)
+
+
+def farthest(data: bytes, before: bytes, dtype: str, without: Sequence[int] = ()) -> float | None:
+    """How far the element that moved most has moved from *before* to *data*; as ``largest`` otherwise."""
+    now, then, left_out = _values(data, dtype), _values(before, dtype), set(without)
+    moved = (abs(a - b) for i, (a, b) in enumerate(zip(now, then, strict=False)) if i not in left_out)
+    return max((m for m in moved if math.isfinite(m)), default=None)
+
+
+def _values(data: bytes, dtype: str) -> Sequence[float]:
     if dtype == "bfloat16":
         wide = bytearray(2 * len(data))
         wide[2::4], wide[3::4] = data[0::2], data[1::2]
         data, dtype = bytes(wide), "float32"
     form = _FORMATS.get(dtype)
     if form is None:
-        return None
-    left_out = set(without)
-    values = struct.unpack(f"<{len(data) // struct.calcsize(form)}{form[1]}", data)
-    return max((abs(v) for i, v in enumerate(values) if i not in left_out and math.isfinite(v)), default=None)
+        return ()
+    return struct.unpack(f"<{len(data) // struct.calcsize(form)}{form[1]}", data)
