@@ -155,11 +155,14 @@ class _Observers:
         self._marks = marks
         self._timing: Timing | None = None
         self.integrity: Integrity | None = None
+        self.before_first_update: Callable[[], None] | None = None
 
     def install(self, module: Any) -> None:
         """For ``torch.optim.optimizer``. What marks steps comes first, and what checks bytes last."""
         marks = self._marks
         OptimizerSteps(marks, self._make_timing).install(module)
+        if self.before_first_update is not None:
+            _before_first_update(module, self.before_first_update)
         if marks.is_active() and self._setup.sdc != 0:
             self._make_integrity(module)
         timing, integrity = self._timing, self.integrity
@@ -214,8 +217,28 @@ class _Observers:
         watch._activate_integrity(integrity)
         self.integrity = integrity
 
+    def call_before_check(self, call: Callable[[], None]) -> None:
+        if self.integrity is None or not self.integrity.is_on:
+            call()
+        else:
+            self.integrity.call_before_check(call)
+
+    def call_after_check(self, call: Callable[[], None]) -> None:
+        if self.integrity is None or not self.integrity.is_on:
+            call()
+        else:
+            self.integrity.call_after_check(call)
+
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         return None if self.integrity is None else self.integrity.answer(request)
+
+
+def _before_first_update(module: Any, call: Callable[[], None]) -> None:
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        call()
+
+    handle = module.register_optimizer_step_pre_hook(hook)
 
 
 def _hook_imports(
@@ -279,6 +302,7 @@ class _Faults:
         except Exception as e:
             _say(f"no faults: {e}")
             return
+        self._observers.before_first_update = self._plan.on_load
         self._plan.on_start()
 
     def inject(self, text: str) -> tuple[str, ...]:
@@ -303,7 +327,9 @@ class _Faults:
         from steadyrun.testing.faults import FaultPlan
 
         setup = self._setup
-        self._plan = FaultPlan.parse(text, setup.rank, setup.attempt, rank_dir=Path(setup.rank_dir))
+        self._plan = FaultPlan.parse(
+            text, setup.rank, setup.attempt, rank_dir=Path(setup.rank_dir), checks=self._observers
+        )
         self._marks.observe(each_step=self._on_step)
 
 

@@ -138,6 +138,7 @@ class Integrity:
         self._cost_ns = 0
         self._interval = every or 50
         self._save_interval = 1
+        self._before_check: list[Callable[[], None]] = []
         self._after_check: list[Callable[[], None]] = []
         self._captures: list[dict[str, Any]] = []
         self._orders: list[tuple[str, tuple[int, ...], int]] = []
@@ -167,9 +168,16 @@ class Integrity:
     def is_on(self) -> bool:
         return not self._is_off and self._generation > 0
 
+    def call_before_check(self, call: Callable[[], None]) -> None:
+        """Call before the newest step, or the next one if that is over, is looked at: for a fault in an update."""
+        self._before_check.append(call)
+
     def call_after_check(self, call: Callable[[], None]) -> None:
-        """Call once the present step has been checked, if that is due: a fault that strikes at rest."""
-        self._after_check.append(call)
+        """Call once the newest step has been looked at: for a fault at rest."""
+        if self._last_step == self._marks.last_step():
+            call()
+        else:
+            self._after_check.append(call)
 
     # -- edges ---------------------------------------------------------------------------------------------------------
     @uncompiled
@@ -249,6 +257,7 @@ class Integrity:
         self._tell_waiting()
 
     def _step_ends(self, step: int) -> None:
+        _call_all(self._before_check)
         try:
             self._last_step = step
             self._note_step()
@@ -265,10 +274,7 @@ class Integrity:
                 self._tell_waiting()
         except Exception as e:
             self._fail(e)
-        if self._after_check:
-            calls, self._after_check = self._after_check, []
-            for call in calls:
-                call()
+        _call_all(self._after_check)
 
     def _is_due(self, step: int) -> bool:
         return self._steps == 1 or (step + 1) % self._interval == 0
@@ -574,7 +580,7 @@ class _Kept:
 
     def cost_ns(self) -> int:
         """Of the thread or of the streams, whatever is more."""
-        return max(self._host_ns, *(part.stream_ns() for part in self._parts))
+        return max([self._host_ns, *(int(part.stream_ns()) for part in self._parts)])
 
     def roots(self) -> list[int]:
         roots = [0] * len(self.plan.tensors)
@@ -662,6 +668,11 @@ def _batches(tensors: list[Any], before: list[_DeviceBatch]) -> list[_DeviceBatc
         hasher = hashers.get(device) or Hasher(device)
         made.append(_DeviceBatch(tuple(numbers), hasher, Batch(hasher, [sizes[n] for n in numbers])))
     return made
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    while calls:
+        calls.pop(0)()
 
 
 def named(roots: list[Any], optimizers: list[Any]) -> dict[str, Any]:
