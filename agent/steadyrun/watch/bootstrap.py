@@ -234,11 +234,13 @@ class _Observers:
 
 
 def _before_first_update(module: Any, call: Callable[[], None]) -> None:
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        call()
+    calls = [call]
 
-    handle = module.register_optimizer_step_pre_hook(hook)
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if calls:  # torch is walking over its hooks: this one cannot be taken out here
+            calls.pop()()
+
+    module.register_optimizer_step_pre_hook(hook)
 
 
 def _hook_imports(
