@@ -259,6 +259,12 @@ class Integrity:
         turn = self._turn
         if turn is None or message.attempt != turn.attempt:
             return
+        try:
+            self._hear(turn, message)
+        except (KeyError, TypeError, ValueError) as e:
+            log.warning("integrity_message_unreadable", kind=type(message).__name__, error=repr(e))
+
+    def _hear(self, turn: _Turn, message: RootsTold | AskTold | AnswerTold) -> None:
         match message:
             case RootsTold(group_rank=group_rank, payload=payload):
                 self._hear_roots(turn, group_rank, payload)
@@ -313,10 +319,12 @@ class Integrity:
         if not isinstance(told, Mapping):
             return
         try:
-            self._rollback = {"to": int(told["to"]), "skip_batches": [], "id": str(told["id"])}
+            adopted = {"to": int(told["to"]), "skip_batches": [], "id": str(told["id"])}
         except (KeyError, TypeError, ValueError):
             return
-        self._safe.went_back(self._rollback["to"])
+        if adopted != self._rollback:
+            self._rollback = adopted
+            self._safe.went_back(adopted["to"])
 
     # -- this node's ranks ---------------------------------------------------------------------------------------------
     def _look(self, place: RankPlace, words: IntegrityWords, now_s: float) -> None:

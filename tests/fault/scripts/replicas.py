@@ -54,7 +54,9 @@ class Net(nn.Module):
 
 def parallel(form, net):
     if form in ("ddp", "zero"):
-        return DistributedDataParallel(net, broadcast_buffers=False)
+        # After its first iteration DDP orders its buckets anew, except where parameters may be unused; gloo then adds up
+        # three ranks' gradients in another order, so that the first step of an attempt would be another one.
+        return DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=True)
     if form == "fsdp2":
         mesh = init_device_mesh("cpu", (WORLD,))
     else:

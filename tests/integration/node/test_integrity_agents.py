@@ -59,6 +59,13 @@ class Rank:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
+    def restart(self) -> None:
+        """Another incarnation, which has loaded what is right."""
+        self._ring.close()
+        self._ring = RingWriter(os.getpid(), len(NAMES))
+        self.leaf = {n: 1000 + i for i, n in enumerate(NAMES)}
+        self.checks = 0
+
     def flip(self, name: str, bit: int) -> None:
         self.leaf[name] += WEIGHT << bit
 
@@ -276,6 +283,43 @@ def test_it_goes_back_to_the_newest_checkpoint_that_all_agreed_on(jobs: Any) -> 
     other = job.agents[-1].integrity
     other.adopt(json.loads(json.dumps(leader.pack())))
     assert other.rollback == leader.rollback
+
+
+def test_a_rollback_of_the_past_does_not_make_steps_forgotten(jobs: Any) -> None:
+    job = jobs()
+    leader = job.leader.integrity
+    job.check(9)
+    job.ranks[0].flip("a.weight", 31)
+    job.check(14)
+    job.go_on()
+    (case,) = job.leader.cases
+    leader.go_back(case, 1, "run")
+    leader.begin_attempt(1, job.world, job.leader.channel)
+    for rank in job.ranks:
+        rank.restart()
+    job.check(19)
+    job.go_on()
+    leader.on_checkpoint("checkpoint_in_memory", 19, "")
+    leader.adopt(leader.pack())  # as with every decision
+    job.ranks[0].flip("a.weight", 30)
+    job.check(24)
+    job.go_on()
+    assert [c.to for c in job.leader.cases] == [9, 19]
+
+
+def test_nonsense_from_other_nodes_is_survived(jobs: Any) -> None:
+    job = jobs(2, 1)
+    for message in (
+        RootsTold(0, 1, b"x"),
+        AnswerTold(0, 1, {"id": None}),
+        AnswerTold(0, 1, {"id": 0, "answers": {"x": 1}}),
+    ):
+        job.leader.integrity.hear(message)
+    for payload in ({"id": "x"}, {"id": 1, "ranks": ["x"]}, {"id": 2, "ranks": [1], "what": "roots"}):
+        job.agents[1].integrity.hear(AskTold(0, payload))
+    for told in (None, 3, {"rollback": {"to": "x"}}):
+        job.leader.integrity.adopt(told)
+    assert job.leader.integrity.rollback is None
 
 
 def test_what_changes_at_rest_needs_no_replica(jobs: Any) -> None:
