@@ -54,8 +54,8 @@ class Net(nn.Module):
 
 def parallel(form, net):
     if form in ("ddp", "zero"):
-        # After its first iteration DDP orders its buckets anew, except where parameters may be unused; gloo then adds up
-        # three ranks' gradients in another order, so that the first step of an attempt would be another one.
+        # After its first iteration DDP orders its buckets anew, except where parameters may be unused; gloo then adds
+        # up the gradients of three ranks in another order: the first step of an attempt would be another one.
         return DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=True)
     if form == "fsdp2":
         mesh = init_device_mesh("cpu", (WORLD,))
