@@ -18,8 +18,9 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from steadyrun.checkpoint.checksums import xxh3
 from steadyrun.checkpoint.durable import sync_folder, write_whole
@@ -138,8 +139,11 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def mark_verified(folder: Path, verified: Verified) -> None:
-    """Notes in the manifest that every byte was read back; the file is replaced at once, or stays as it was.
+def mark_verified(folder: Path, verified: Verified, details: Mapping[str, Any] | None = None) -> None:
+    """Notes in the manifest that the bytes are right; the file is replaced at once, or stays as it was.
+
+    Args:
+        details: what is added to those of the manifest.
 
     Raises:
         ManifestError: the manifest is damaged.
@@ -147,7 +151,8 @@ def mark_verified(folder: Path, verified: Verified) -> None:
     """
     file = folder / MANIFEST_NAME
     manifest = open_manifest(file.read_bytes(), str(file))
-    write_whole(file, seal_manifest(dataclasses.replace(manifest, verified=verified)))
+    told = {**manifest.details, **(details or {})}
+    write_whole(file, seal_manifest(dataclasses.replace(manifest, verified=verified, details=told)))
 
 
 # -- the life of a folder --------------------------------------------------------------------------------------------

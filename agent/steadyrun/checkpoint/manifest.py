@@ -24,6 +24,7 @@ from typing import Any, Final
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = [
+    "AGREED_ROOTS",
     "FOREIGN",
     "FRAGMENT_SCHEMA",
     "MANIFEST_NAME",
@@ -49,6 +50,7 @@ FRAGMENT_SCHEMA: Final = "steadyrun.checkpoint.shards/1"
 MANIFEST_NAME: Final = "manifest.json"
 METADATA_NAME: Final = ".metadata"
 PARTIAL_SUFFIX: Final = ".partial"
+AGREED_ROOTS: Final = "agreed_roots"  # in the details: fingerprints (hex) of tensors that all ranks agreed on, by name
 FOREIGN: Final = "foreign"  # in the details of a manifest that ``watch.commit`` made: the kind of folder
 _FOLDER: Final = re.compile(r"step-(\d{9,})(?:\.a(\d+))?(\.partial)?")
 
@@ -201,7 +203,9 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """That every byte was read back and compared; *by*: ``save``, ``load`` or ``verify``."""
+    """That the bytes are right: read back and compared (*by* ``save``, ``load`` or ``verify``), or by ``replicas``: all
+    ranks that hold copies of the state agreed on it when it was saved.
+    """
 
     at_unix_s: float
     by: str

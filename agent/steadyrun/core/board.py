@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from steadyrun.core.errors import BoardError
+from steadyrun.core.integrity import STATES, IntegrityWords
 from steadyrun.core.layout import (
     F_EXCEPTION,
     F_STEP_IS_GLOBAL,
@@ -51,6 +52,7 @@ from steadyrun.core.layout import (
     S_FINISHED,
     S_FIRST_STEP_AT,
     S_FLAGS,
+    S_HASHES,
     S_LANES,
     S_NAME_COUNTS,
     S_NAME_TABLE,
@@ -333,6 +335,21 @@ class Board:
         lost = max(count - seen - STEP_RING, 0)
         ring = base + S_STEP_RING
         return [int(self.words[ring + (i & (STEP_RING - 1))]) / 1e9 for i in range(seen + lost, count)], count, lost
+
+    def integrity(self, slot: int) -> IntegrityWords:
+        """What the slot says of checks of the rank's bytes."""
+        base = self.slot_base(slot) + S_HASHES
+        fd, generation, checks, interval, cost_ns, step_ns, ring, state = self.words[base : base + 8].tolist()
+        return IntegrityWords(
+            state=STATES[state] if state < len(STATES) else STATES[0],
+            ring_fd=fd - 1 if 0 < fd < 1 << 31 else None,
+            ring=ring,
+            generation=generation,
+            checks=checks,
+            interval=interval,
+            cost_s=cost_ns / 1e9,
+            step_s=step_ns / 1e9,
+        )
 
     def timings(self, slot: int, seen: int) -> tuple[list[StepTiming], int, int]:
         """Step timings since count *seen*: (records in order, new count, how many were overwritten unread).

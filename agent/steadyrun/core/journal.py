@@ -21,7 +21,8 @@ class Journal:
     Every record has ``v`` (version), ``type``, ``at_unix_s``, ``at_s`` (CLOCK_MONOTONIC), ``node``, ``attempt``.
     Types written by the agent: run_started, attempt_started, rank_started, rank_attached, steps (per rank: newest step,
     times of steps and sections since the last record; of very many the newest, the longest and a sum), rank_exited,
-    suspicion, incident, attempt_ended, standby, signal, sweep, run_ended.
+    suspicion, incident, attempt_ended, standby, signal, sweep, run_ended, integrity (event: checks, compared,
+    differing, at_rest, rewritten, found, in_vain, verified, rolled_back, note).
 
     Args:
         listener: hears each record as it is written, or would be were there space on the disk.

@@ -61,7 +61,15 @@ NAMES = 64
 NAME_BYTES = 48
 S_NAME_TABLE = S_STEP_RING + STEP_RING
 S_NAME_COUNTS = S_NAME_TABLE + NAMES * NAME_BYTES // 8  # not 0: the section was completed in this attempt
-S_HASHES = S_NAME_COUNTS + NAMES  # reserved for replica hashes
+S_HASHES = S_NAME_COUNTS + NAMES  # what core.integrity.IntegrityWords shows
+S_HASH_RING = S_HASHES  # descriptor of the ring in the rank, + 1; 0: none
+S_HASH_GENERATION = S_HASHES + 1  # of the newest plan; 0: none
+S_HASH_CHECKS = S_HASHES + 2  # checks made so far: written last
+S_HASH_INTERVAL = S_HASHES + 3  # steps between checks at present; 0: no checks
+S_HASH_COST = S_HASHES + 4  # ns that all checks together took of training
+S_HASH_STEP = S_HASHES + 5  # ns that a step takes, on average
+S_HASH_RINGS = S_HASHES + 6  # rings made so far: another one is made when more tensors come than the first can hold
+S_HASH_STATE = S_HASHES + 7  # one of core.integrity.STATES
 S_TIMING = 2048
 assert S_HASHES + 256 <= S_TIMING
 

@@ -244,6 +244,33 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckSteps:
+    """How often something is checked: ``auto`` (None), ``off`` (0), or each so many steps."""
+
+    maximum: int = 1_000_000
+
+    @property
+    def allowed(self) -> str:
+        return f"auto, off, or whole numbers of steps from 1 to {self.maximum}"
+
+    @property
+    def metavar(self) -> str:
+        return "auto|off|N"
+
+    def parse(self, raw: object) -> int | None:
+        word = _switch_word(raw).strip().lower()
+        if word in ("auto", "on"):
+            return None
+        value = 0 if word in OFF_WORDS else int(word)
+        if not 0 <= value <= self.maximum or (value == 0 and word not in OFF_WORDS):
+            raise ValueError
+        return value
+
+    def show(self, value: Any) -> str:
+        return "auto" if value is None else "off" if value == 0 else str(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """Any text; ``required`` forbids an empty one."""
 
@@ -452,6 +479,7 @@ _STOPPING: Final = "stopping"
 _EVIDENCE: Final = "evidence"
 _PACE: Final = "pace"
 _METRICS: Final = "metrics"
+_INTEGRITY: Final = "integrity"
 _NO_TIMES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
@@ -642,6 +670,14 @@ class Settings:
         "checkpoint-restart-exclude: once the time lost has reached the cost of a restart, save and restart without "
         "the slow node where a spare waits, else in place, once.",
         _PACE,
+    )
+    sdc: int | None = _option(
+        CheckSteps(),
+        None,
+        "Steps between checks of the bytes of parameters and optimizer state: replicas must agree, and nothing may "
+        "change between updates. Also after load, after the first step and at saves. auto: 50, or more, so that it "
+        "takes less than 0.1 % of the time.",
+        _INTEGRITY,
     )
 
 

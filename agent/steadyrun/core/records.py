@@ -214,7 +214,8 @@ class Evidence:
 
     Attributes:
         world_size: ranks in the job; ranks without an entry in ``ranks`` could not be asked.
-        trigger: what started the incident: ``exit`` ``hang`` ``stopped`` ``node_lost`` ``preempted`` ``start_up``.
+        trigger: what started the incident: ``exit`` ``hang`` ``stopped`` ``node_lost`` ``preempted`` ``start_up``
+            ``corruption`` ``straggler``.
         now_s: CLOCK_MONOTONIC seconds at collection on the deciding node (ages of its own ranks are relative to it).
         script: the user's entry point; frames in or below its folder are user frames.
         devices: what devices, kernels and collectors of all nodes told in the minutes before.

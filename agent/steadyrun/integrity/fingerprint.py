@@ -43,9 +43,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Final
 
 import torch
@@ -59,12 +58,12 @@ from steadyrun.integrity.coefficients import (
     PER_BYTE,
     SMALL,
     large_factors,
-    mix64,
     signed,
     small_factors,
 )
+from steadyrun.integrity.roots import merge, root_of
 
-__all__ = ["Fingerprint", "Hasher", "Running", "fingerprint", "merge", "root_of"]
+__all__ = ["Batch", "Fingerprint", "Hasher", "Running", "fingerprint", "merge", "root_of"]
 
 # On a CPU a leaf at a time becomes float64: 512 KiB stay in the caches, and two calls of torch (3 us each) are small
 # beside the work on it. The partial sums of so many leaves meet the large factors at once.
@@ -93,26 +92,6 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return f"{self.root:016x}"
-
-
-def root_of(leaves: Iterable[int], size_bytes: int) -> int:
-    """The root over *leaves*, without torch: agents use it to check what ranks send them."""
-    total = size_bytes * PER_BYTE
-    for place, leaf in enumerate(leaves, start=1):
-        total += mix64(leaf + place * GOLDEN)
-    return total & MASK
-
-
-def merge(roots: Mapping[str, int]) -> int:
-    """One root for a whole model from those of its tensors by name; in whatever order they were registered.
-
-    A change of one tensor's root always changes it. Names count: exchanged tensors are seen.
-    """
-    total = len(roots) * PER_BYTE
-    for name, root in roots.items():
-        own = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        total += mix64(mix64(root) + own)
-    return total & MASK
 
 
 class Hasher:
@@ -177,17 +156,21 @@ class Hasher:
     def leaves(self, tensor: torch.Tensor) -> torch.Tensor:
         """The leaves of *tensor*, as int64 on the device, without waiting for it; raises as ``fingerprint``."""
         local = _plain(tensor)
-        if local.device.type != self._device.type or (self._device.index or 0) != (local.device.index or 0):
-            raise ValueError(f"cannot hash a tensor on {local.device} by a hasher for {self._device}; make one for it")
         size_bytes = local.numel() * local.element_size()
         result = torch.empty(_leaves_in(size_bytes), dtype=torch.int64, device=self._device)
         with torch.no_grad():
-            at = 0
-            for words in self._blocks(local):
-                count = -(-words.numel() // LEAF_WORDS)
-                self._sum_leaves(words, result[at : at + count])
-                at += count
+            self.leaves_into(local, result)
         return result
+
+    def leaves_into(self, local: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into *out*, one element per leaf; *local* is a plain tensor (``DTensor``: its local one)."""
+        if local.device.type != self._device.type or (self._device.index or 0) != (local.device.index or 0):
+            raise ValueError(f"cannot hash a tensor on {local.device} by a hasher for {self._device}; make one for it")
+        at = 0
+        for words in self._blocks(local):
+            count = -(-words.numel() // LEAF_WORDS)
+            self._sum_leaves(words, out[at : at + count])
+            at += count
 
     def leaf_bytes(self, tensor: torch.Tensor, leaf: int) -> bytes:
         """The bytes of leaf number *leaf*; waits for the device; raises as ``fingerprint``, and IndexError."""
@@ -280,6 +263,49 @@ class Hasher:
             sums.copy_(self._partial[: len(batch)])
             begin = at * _CPU_BATCH_LEAVES
             torch.mv(sums, self._large, out=out[begin : begin + len(batch)])
+
+
+class Batch:
+    """The roots of the same tensors again and again, without waiting for the device and without copies to it.
+
+    Attributes:
+        offsets: where each tensor's leaves begin in what ``leaves`` gives, and where the last one's end.
+    """
+
+    __slots__ = ("_hasher", "_lengths", "_owners", "_places", "_sizes", "offsets")
+
+    def __init__(self, hasher: Hasher, sizes_bytes: Sequence[int]) -> None:
+        self._hasher = hasher
+        self._sizes = tuple(sizes_bytes)
+        counts = torch.tensor([_leaves_in(size) for size in self._sizes], dtype=torch.int64)
+        ends = counts.cumsum(0)
+        owners = torch.arange(len(self._sizes)).repeat_interleave(counts)
+        places = torch.arange(1, len(owners) + 1) - (ends - counts)[owners]
+        self.offsets: tuple[int, ...] = (0, *ends.tolist())
+        device = hasher.device
+        self._owners = owners.to(device)
+        self._places = places.mul_(signed(GOLDEN)).to(device)
+        self._lengths = torch.tensor([signed(size * PER_BYTE) for size in self._sizes], dtype=torch.int64).to(device)
+
+    def leaves(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The leaves of all *tensors*, one after the other; None where one of them has another size by now.
+
+        Raises as ``Hasher.fingerprint``.
+        """
+        result = torch.empty(self.offsets[-1], dtype=torch.int64, device=self._hasher.device)
+        with torch.no_grad():
+            for number, tensor in enumerate(tensors):
+                if tensor is None:
+                    return None
+                local = _plain(tensor)
+                if local.numel() * local.element_size() != self._sizes[number]:
+                    return None
+                self._hasher.leaves_into(local, result[self.offsets[number] : self.offsets[number + 1]])
+        return result
+
+    def roots(self, leaves: torch.Tensor) -> torch.Tensor:
+        """What ``Hasher.roots`` gives for these tensors, from their leaves."""
+        return self._lengths.index_add(0, self._owners, _mixed(leaves + self._places))
 
 
 class Running:

@@ -5,13 +5,24 @@ Only the differing leaves' bytes have to travel, 256 KiB each. Pure, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
-from steadyrun.integrity.coefficients import LEAF_BYTES
+from steadyrun.integrity.coefficients import LEAF_BYTES, LEAF_WORDS, MASK, large_factors, small_factors
 
-__all__ = ["Difference", "LeafRange", "Located", "compare_leaf", "differing_leaves", "leaf_range", "locate"]
+__all__ = [
+    "Difference",
+    "LeafRange",
+    "Located",
+    "WordDifference",
+    "compare_leaf",
+    "differing_leaves",
+    "leaf_range",
+    "locate",
+    "locate_word",
+]
 
 _MOST_ELEMENTS: Final = 64
 
@@ -44,6 +55,46 @@ class Difference:
         width = 2 * element_bytes
         bits = ", ".join(map(str, self.bits[:8])) + (", ..." if len(self.bits) > 8 else "")
         return f"element {self.element}: 0x{self.own:0{width}x}, should be 0x{self.other:0{width}x} (bits {bits})"
+
+
+@dataclass(frozen=True, slots=True)
+class WordDifference:
+    """One word of a leaf that differs, known from sums.
+
+    Attributes:
+        word: its index in the leaf.
+        delta: own minus other, both as little-endian int32.
+    """
+
+    word: int
+    delta: int
+
+    @property
+    def bit(self) -> int | None:
+        """The bit that is flipped if only one is, 0 is the lowest; None where it must be another kind of change.
+
+        A value that is one step of its last place off moves the word by 1, too, and may differ in several bits.
+        """
+        size = abs(self.delta)
+        return size.bit_length() - 1 if size & (size - 1) == 0 else None
+
+    def elements(self, leaf: int, element_bytes: int) -> tuple[int, ...]:
+        """Indices in the flattened tensor of those elements that can be the wrong one: with a flipped bit just one."""
+        at = leaf * LEAF_BYTES + 4 * self.word
+        if element_bytes >= 4:
+            return (at // element_bytes,)
+        bit = self.bit
+        if bit is not None:
+            return ((at + bit // 8) // element_bytes,)
+        lowest = (self.delta & -self.delta).bit_length() - 1
+        return tuple(range((at + lowest // 8) // element_bytes, (at + 4) // element_bytes))
+
+    def element_bit(self, element_bytes: int) -> int | None:
+        """The flipped bit counted within its element."""
+        bit = self.bit
+        if bit is None:
+            return None
+        return (4 * self.word % element_bytes) * 8 + bit if element_bytes >= 4 else bit % (8 * element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +200,43 @@ def locate(
         found += some
         count += number
     return Located(ranges, tuple(found), count, leaves[most_leaves:])
+
+
+def locate_word(own: int, other: int, words: int = LEAF_WORDS) -> WordDifference | None:
+    """The one word in which two copies of a leaf differ, from their sums alone; None if more than one must differ.
+
+    A changed word ``j`` moves the sum by ``C[j] * d`` with ``|d| < 2^32``. All weights have inverses, so each place
+    gives one ``d``; a wrong place gives a small one with a chance of 2^-31, all of them together of 1 in 32,000. A
+    flipped bit is found for sure: ``d`` is a power of two, and no two places fit then (property 2 of the weights).
+    Several changed words look like one with that same chance: compare the bytes where it matters.
+
+    Args:
+        words: of the leaf; fewer in the last one of a tensor.
+    """
+    moved = (own - other) & MASK
+    if not moved:
+        return None
+    lowest = (moved & -moved).bit_length() - 1
+    if lowest > 31:
+        return None
+    found = [WordDifference(word, delta) for word, delta in _fitting(moved, words)]
+    flips = [f for f in found if f.bit is not None]
+    candidates = flips or found
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _fitting(moved: int, words: int) -> Iterator[tuple[int, int]]:
+    for word, inverse in enumerate(_inverses()[:words]):
+        delta = moved * inverse & MASK
+        if delta < 1 << 32:
+            yield word, delta
+        elif delta > MASK - (1 << 32) + 1:
+            yield word, delta - MASK - 1
+
+
+@cache
+def _inverses() -> tuple[int, ...]:
+    """Of all weights: 50 ms, once."""
+    small = [pow(s, -1, MASK + 1) for s in small_factors()]
+    large = [pow(b, -1, MASK + 1) for b in large_factors()]
+    return tuple(s * b & MASK for s in small for b in large)

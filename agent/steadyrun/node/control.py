@@ -19,6 +19,9 @@ calls/G                each node   how often its ranks have called should_stop()
 stop_at                leader      the call from which should_stop() is true
 pace/A/G               each node   its ranks' newest step timings, packed; set anew every second
 metrics/G              each node   host:port where it serves its metrics
+roots/A/G              each node   digests of its ranks' bytes at the newest checks, packed; set anew for more
+ask/A                  leader      JSON: a question about some ranks' bytes; the newest one counts
+answer/A/G             each node   JSON: its ranks' answers to the newest question
 =====================  ==========  ==========================================================================
 """
 
@@ -34,7 +37,9 @@ from steadyrun.node.ports import AsyncStore
 
 __all__ = [
     "Agreed",
+    "AnswerTold",
     "Arrived",
+    "AskTold",
     "CallsTold",
     "ControlChannel",
     "DecisionTold",
@@ -45,6 +50,7 @@ __all__ = [
     "Message",
     "MetricsTold",
     "PaceTold",
+    "RootsTold",
     "StopAtTold",
     "StopTold",
     "StoreTold",
@@ -125,6 +131,26 @@ class MetricsTold:
 
 
 @dataclass(frozen=True, slots=True)
+class RootsTold:
+    attempt: int
+    group_rank: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AskTold:
+    attempt: int
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTold:
+    attempt: int
+    group_rank: int
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     reason: str
 
@@ -142,6 +168,9 @@ Message = (
     | StopAtTold
     | PaceTold
     | MetricsTold
+    | RootsTold
+    | AskTold
+    | AnswerTold
     | Lost
 )
 
@@ -162,6 +191,7 @@ class ControlChannel:
         self.group_world_size = group_world_size
         self._floors: dict[int, Mapping[str, Any]] = {}
         self._watched: set[str] = set()
+        self._followed: dict[str, list[str]] = {}  # what for -> keys
         self._lost = False
 
     @property
@@ -231,7 +261,32 @@ class ControlChannel:
 
     def expect_pace(self, attempt: int, every_s: float) -> None:
         """By the leader: hear what all other nodes tell of an attempt's pace, and of no other attempt's."""
-        self._store.follow([f"pace/{attempt}/{g}" for g in range(1, self.group_world_size)], every_s)
+        self._follow("pace", [f"pace/{attempt}/{g}" for g in range(1, self.group_world_size)], every_s)
+
+    def tell_roots(self, attempt: int, payload: bytes) -> None:
+        """In place of what this node told before."""
+        self._store.set(f"roots/{attempt}/{self.group_rank}", payload)
+
+    def tell_ask(self, attempt: int, payload: Mapping[str, Any]) -> None:
+        """By the leader, in place of the question before."""
+        self._store.set(f"ask/{attempt}", _pack(payload))
+
+    def tell_answer(self, attempt: int, payload: Mapping[str, Any], most_bytes: int) -> None:
+        """In place of the answer before; one that is too long is left out."""
+        packed = _pack(payload)
+        if len(packed) <= most_bytes:
+            self._store.set(f"answer/{attempt}/{self.group_rank}", packed)
+
+    def expect_roots(self, attempt: int, every_s: float) -> None:
+        """By the leader: hear the roots and answers of all other nodes; by these: hear its questions."""
+        keys = [f"ask/{attempt}"]
+        if self.is_leader:
+            keys = [f"{kind}/{attempt}/{g}" for kind in ("roots", "answer") for g in range(1, self.group_world_size)]
+        self._follow("roots", keys, every_s)
+
+    def _follow(self, what: str, keys: list[str], every_s: float) -> None:
+        self._followed[what] = keys
+        self._store.follow([key for some in self._followed.values() for key in some], every_s)
 
     def tell_metrics(self, address: str) -> None:
         """Where this node serves its metrics."""
@@ -291,6 +346,14 @@ class ControlChannel:
                     return PaceTold(int(attempt), int(group_rank), value)
                 case "metrics":
                     return MetricsTold(int(rest), value.decode()[:300])
+                case "roots":
+                    attempt, _, group_rank = rest.partition("/")
+                    return RootsTold(int(attempt), int(group_rank), value)
+                case "ask":
+                    return AskTold(int(rest), _unpack(value))
+                case "answer":
+                    attempt, _, group_rank = rest.partition("/")
+                    return AnswerTold(int(attempt), int(group_rank), _unpack(value))
                 case _:
                     return None
         except (ValueError, KeyError, TypeError):

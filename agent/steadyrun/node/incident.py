@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from steadyrun.collectors.evidence import EvidenceCollector, Target
 from steadyrun.collectors.flight.details import IncidentDetails
@@ -41,7 +41,7 @@ from steadyrun.node.scorekeeper import ScoreKeeper
 from steadyrun.postmortem.judging import report_of_incident
 from steadyrun.postmortem.page import render_page
 
-__all__ = ["Incident", "IncidentDesk", "Judged"]
+__all__ = ["Incident", "IncidentDesk", "Judged", "KnownCause"]
 
 MAX_STACK_FRAMES: Final = 60  # per thread, in what is sent to other nodes
 MAX_THREADS: Final = 8
@@ -72,6 +72,17 @@ class Incident:
     delay_s: float = 0.0
     past_limit_s: float | None = None
     only_report: bool = False
+
+
+class KnownCause(Protocol):
+    """A cause that was found while everything ran; a stop with its *trigger* has no other."""
+
+    @property
+    def trigger(self) -> str: ...
+    @property
+    def findings(self) -> Sequence[Finding]: ...
+    @property
+    def details(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +270,18 @@ class IncidentDesk:
 
     # -- judging -----------------------------------------------------------------------------------------------------
     def judge_all(
-        self, world_size: int, history: History, has_older: bool = False, spares: int = 0
+        self,
+        world_size: int,
+        history: History,
+        has_older: bool = False,
+        spares: int = 0,
+        known: KnownCause | None = None,
     ) -> tuple[Incident, Judged]:
         """Judge and decide over the evidence of all nodes, write the incident; by the leader, once.
 
         Args:
             spares: how many nodes could be left out without leaving the job too small.
+            known: what was found before anybody was asked, and comes first.
         """
         reports = self._reports
         assert reports is not None
@@ -299,7 +316,9 @@ class IncidentDesk:
             self.scores.meet(machines)
         absent = tuple(n for n in self.scores.nodes if n not in group_ranks)
         jury = _Jury(group_ranks, spares, frozenset(needed), absent)
-        judged = self._judge(incident, ranks, offsets, progress, missing, world_size, history, jury, has_older, devices)
+        judged = self._judge(
+            incident, ranks, offsets, progress, missing, world_size, history, jury, has_older, devices, known
+        )
         return incident, judged
 
     def judge_own(self, incident: Incident, world_size: int, history: History) -> Judged:
@@ -369,6 +388,7 @@ class IncidentDesk:
         jury: _Jury | None,
         has_older: bool = False,
         devices: Sequence[DeviceEvent] = (),
+        known: KnownCause | None = None,
     ) -> Judged:
         """*jury* is None for a report."""
         evidence = Evidence(
@@ -383,7 +403,12 @@ class IncidentDesk:
             devices=tuple(devices),
         )
         offset_s = self._clock.unix_s() - self._clock.now_s()
-        judgement = _judgement(evidence, offset_s, offsets, IncidentDetails(incident.folder))
+        if known is not None and incident.trigger == known.trigger:  # nobody died or hangs: there is no more to find
+            judgement = Judgement(tuple(known.findings), missing=tuple(missing), sentence=incident.reason)
+        else:
+            judgement = _judgement(evidence, offset_s, offsets, IncidentDetails(incident.folder))
+            if known is not None:
+                judgement = replace(judgement, findings=(*known.findings, *judgement.findings))
         if jury is not None:
             judgement = replace(judgement, findings=tuple(_on_nodes(f, jury.absent) for f in judgement.findings))
         findings = judgement.findings
@@ -402,7 +427,7 @@ class IncidentDesk:
             self._mode,
             incident.trigger,
             _scripts_ended(ranks, world_size),
-            has_older,
+            has_older and known is None,  # which checkpoint comes next is known then
             kinds[0] if kinds else None,
             situation,
         )
@@ -426,6 +451,8 @@ class IncidentDesk:
             details["kind"] = kinds[0].value
         if notes:
             details["notes"] = notes
+        if known is not None:
+            details.update(known.details)
         if ruling.without:
             details["without"] = list(ruling.without)
         verdict = judgement.verdict(

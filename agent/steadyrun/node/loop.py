@@ -49,6 +49,7 @@ from steadyrun.node.gatekeeper import TRIGGER as NODE_CHECK
 from steadyrun.node.gatekeeper import Gatekeeper
 from steadyrun.node.guardian import Guardian
 from steadyrun.node.incident import Incident, IncidentDesk, Judged, target_of
+from steadyrun.node.integrity import CORRUPTION, Case, Integrity
 from steadyrun.node.machine import events as ev
 from steadyrun.node.machine.node import NodeMachine
 from steadyrun.node.metrics import NodeFacts, NodeMetrics, RankLook
@@ -105,6 +106,7 @@ class NodeSpec:
         metrics: where this node's metrics are served.
         devices: what is watched below the ranks; None for nothing.
         node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
+        sdc: steps between checks of the ranks' bytes; 0: none; None: what their cost allows.
     """
 
     run_id: str
@@ -131,6 +133,7 @@ class NodeSpec:
     metrics: ExporterPlan = field(default_factory=ExporterPlan)
     devices: DevicesPlan | None = None
     node_check: str = "off"
+    sdc: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +312,17 @@ class NodeAgent:
         self._has_replaced_slow = False
         self._gate = Gatekeeper(spec.node, _gate_of(spec), clock, self._record, say, self._mailbox.post)
         self._early_decision: tuple[int, Mapping[str, Any]] | None = None  # of an attempt that has not begun here
+        self._integrity = Integrity(
+            spec.node,
+            clock,
+            self._desk,
+            self._record,
+            say,
+            self._in_thread,
+            self._mailbox.post,
+            spec.mode,
+            self._stop_corrupted,
+        )
         self._guardian: Guardian | None = None
         self._devices: Devices | None = None
         self._saver: SaverKeeper | None = None
@@ -461,6 +475,7 @@ class NodeAgent:
         self._record(type_, **fields)
         if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
             self._desk.saved(fields["step"])
+            self._integrity.on_checkpoint(type_, fields["step"], str(fields.get("path") or ""))
 
     # -- commands ----------------------------------------------------------------------------------------------------
     def _do(self, commands: Sequence[ev.Command]) -> None:
@@ -545,6 +560,7 @@ class NodeAgent:
             "scores": scores.pack(),
             "machine": scores.machine(self._spec.node),
             "gate": self._gate.told(membership.hosts_store),
+            "integrity": self._integrity.pack(),
         }
         self._channel.tell_floor(max(self._floor, membership.attempt_floor), state)
         self._exporter.take_membership(membership.group_rank)
@@ -594,6 +610,7 @@ class NodeAgent:
         match message:
             case control.Agreed(attempt=attempt, state=state):
                 self._history = self._desk.unpack_history(state.get("history"), self._history)
+                self._integrity.adopt(state.get("integrity"))
                 for note in self._desk.scores.begin(state.get("scores"), state.get("machines")):
                     self._record("node_score", note=note)
                     if channel.is_leader:
@@ -630,6 +647,8 @@ class NodeAgent:
                 self._pace.hear(message)
             case control.MetricsTold(group_rank=group_rank, address=address):
                 self._exporter.add_target(SdTarget(address, self._spec.run_id, group_rank))
+            case control.RootsTold() | control.AskTold() | control.AnswerTold():
+                self._integrity.hear(message)
             case control.StopAtTold(call=call):
                 self._board.words[layout.H_STOP_AT_CALL] = call
                 self._record("stop_agreed", call=call)
@@ -694,6 +713,14 @@ class NodeAgent:
             how = f"{why}: restarting in place, once"
         self._say(f"steadyrun: {wanted.reason}; {how}")
         self._publish_stop(ev.PublishStop(wanted.attempt, wanted.reason, "straggler", None, None), excluded)
+
+    def _stop_corrupted(self, case: Case) -> bool:
+        """Ranks train on wrong bytes: all of them go back. False where nobody can be stopped now."""
+        if case.attempt != self._attempt or self._machine.phase is not ev.NodePhase.RUNNING:
+            return False
+        self._say(f"steadyrun: wrong bytes: {case.reason}; going back to step {case.to}")
+        self._publish_stop(ev.PublishStop(case.attempt, case.reason, CORRUPTION, case.found_at_s, None))
+        return True
 
     def _on_stop(self, channel: ControlChannel, attempt: int, payload: Mapping[str, Any]) -> None:
         if attempt < self._attempt:
@@ -797,9 +824,12 @@ class NodeAgent:
         world_size = self._membership.world_size if self._membership is not None else 0
         has_older = self._saver is not None and self._saver.has_older(self._attempt)
         spares = self._rendezvous.spares()
-        incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares)
+        case = self._integrity.case_of(self._attempt)
+        incident, judged = self._desk.judge_all(world_size, self._history, has_older, spares, case)
         self._history = judged.history
         self._count_budget()
+        if case is not None and judged.decision.action is not Action.STOP:
+            self._integrity.go_back(case, incident.number, self._spec.run_id)
         self._tell_verdict(incident, judged)
         if self._saver is not None and self._history.attempts:
             ended = self._history.attempts[-1]
@@ -823,6 +853,7 @@ class NodeAgent:
             "root_cause": d.root_cause,
             "history": self._desk.pack_history(self._history),
             "scores": self._desk.scores.pack(),
+            "integrity": self._integrity.pack(),
         }
 
     # -- node check --------------------------------------------------------------------------------------------------
@@ -888,9 +919,11 @@ class NodeAgent:
         )
         self._history = self._desk.unpack_history(data.get("history"), self._history)
         self._desk.scores.adopt(data.get("scores"))
+        self._integrity.adopt(data.get("integrity"))
         self._floor = max(self._floor, decision.next_attempt)
         if decision.action is not Action.REPORT:
             self._pace.end_attempt()
+            self._integrity.end_attempt()
         self._root_cause = decision.root_cause
         self._record(
             "decision",
@@ -950,6 +983,7 @@ class NodeAgent:
             "loaded_report": str(rank_dir / "loaded.json"),
             "stack_signal": spec.stack_signal,
             "timing": spec.timing,
+            "sdc": spec.sdc,
             "saver": self._saver.socket_path if self._saver is not None else None,
         }
 
@@ -1019,6 +1053,7 @@ class NodeAgent:
         self._pace.begin_attempt(attempt, membership.world_size, self._channel, membership.hosts_store)
         self._metrics.begin_attempt(self._facts(membership))
         self._count_budget()
+        self._integrity.begin_attempt(attempt, membership.world_size, self._channel)
         self._desk.begin_attempt(attempt)
         self._tell_saver(attempt)
 
@@ -1037,9 +1072,14 @@ class NodeAgent:
                 "host": host,
                 "port": port,
                 "node": self._spec.node,
-                "rollback": None if self._spec.rollback is None else dict(self._spec.rollback),
+                "rollback": self._rollback_wanted(),
             }
         )
+
+    def _rollback_wanted(self) -> dict[str, Any] | None:
+        """Away from wrong bytes, or else what --ft-rollback asks for: each is carried out once."""
+        wanted = self._integrity.rollback or self._spec.rollback
+        return None if wanted is None else dict(wanted)
 
     def _watch_pid(self, pid: int) -> None:
         fd = self._processes.fileno_of(pid)
@@ -1181,6 +1221,8 @@ class NodeAgent:
         self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
         saved = max((v.checkpoints_done for v in views.values() if v is not None), default=0)
         self._pace.sample(now_s, self._sampler.take_timings(), self._ranks.values(), saved)
+        words = {p.rank: self._board.integrity(p.local_rank) for p in self._ranks.values() if views[p.rank] is not None}
+        self._integrity.sample(now_s, self._ranks.values(), words, views)
 
     def _read_board(self, now_s: float) -> None:
         if not self._ranks:
@@ -1356,6 +1398,7 @@ class NodeAgent:
         self._sample(self._clock.now_s(), self._fresh_views())
         self._sampler.flush()
         self._pace.close()
+        self._integrity.close()
         self._calibration.close()
         self._record("run_ended", exit_class=int(exit_class), reason=reason)
         self._outcome = Outcome(exit_class, reason, failures, self._root_cause, ranks, self._attempt)

@@ -7,8 +7,8 @@ hold spaces (``message="bad batch"``). Keys of every kind:
 key      values                                  meaning
 ======== ======================================= ====================================================================
 rank     N, ``any`` (default), ``random:SEED``   ``any``: every rank; ``random``: draws one, the same on all ranks
-step     N, ``start``                            after step N is done; before the script begins; default: the first
-                                                 step that is reported
+step     N, ``start``, ``load``                  after step N is done; before the script begins; before the first
+                                                 update (``flip`` only); default: the first step that is reported
 attempt  N (default 0), ``any``                  a restarted job passes the same steps again, so a fault strikes in
                                                  one attempt only, unless told otherwise
 every    K                                       again every K steps from ``step`` on
@@ -45,10 +45,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from steadyrun.core.classes import FaultClass
 from steadyrun.core.errors import ConfigError, nearest_name
+from steadyrun.testing.flipping import TARGETS, CannotFlipError, Flipped, flip, flip_gradient
 from steadyrun.testing.slowness import PHASES as SLOW_PHASES
 from steadyrun.testing.slowness import CannotSlowError, Neighbour, Pace, SlowPhase, Throttle
 
@@ -64,6 +65,7 @@ class When(Enum):
 
     START = "start"  # before the script begins
     STEP = "step"  # after a given step
+    LOAD = "load"  # after what there is was loaded, just before the first update
     NEXT = "next"  # after the next step that is reported
     NOW = "now"  # at once, from another thread; only for faults that need no main thread
 
@@ -77,7 +79,7 @@ class Kind:
         keys: its own keys with their defaults, as text.
         expected: the class a verdict must give, or None where nothing is wrong with the rank (yet).
         wheres: allowed values of ``where`` and the class of each.
-        at_start, at_once: it can strike before the script, or from another thread.
+        at_start, at_once, at_load: it can strike before the script, from another thread, or before the first update.
     """
 
     help: str
@@ -86,6 +88,7 @@ class Kind:
     wheres: Mapping[str, FaultClass | None] = field(default_factory=dict)
     at_start: bool = True
     at_once: bool = False
+    at_load: bool = False
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -162,6 +165,14 @@ KINDS: Final[Mapping[str, Kind]] = {
         FaultClass.STRAGGLER,
         {"tasks": "1", "until": "end"},
         at_start=False,
+    ),
+    "flip": Kind(
+        "flips bit= of element= of tensor= (each drawn unless given) of target=param, optim or grad: at=rest once the "
+        "step's update is over, at=update within it; grad: in the next gradient, before it is reduced over ranks",
+        FaultClass.SILENT_CORRUPTION,
+        {"target": "param", "tensor": "drawn", "element": "drawn", "bit": "drawn", "at": "rest"},
+        at_start=False,
+        at_load=True,
     ),
 }
 
@@ -280,7 +291,7 @@ def _parse_one(text: str, injected: bool) -> Fault:
     _check_options(text, kind, spec, options, given)
     when, step = _when(text, given.get("step"), kind, spec, injected)
     every = _integer(text, "every", given["every"], least=1) if "every" in given else None
-    if every is not None and when in (When.START, When.NOW):
+    if every is not None and when in (When.START, When.LOAD, When.NOW):
         raise _refused(text, f"every= needs step=N, not step={when.value}")
     if every is not None and step is None:
         when, step = When.STEP, 0
@@ -319,6 +330,14 @@ def _check_options(text: str, kind: str, spec: Kind, options: Mapping[str, str],
         raise _refused(text, f"how={options['how']} is not known for {kind} (known: work, sleep)")
     if "signal" in options:
         _signal(text, options["signal"])
+    if kind == "flip":
+        for key, allowed in (("target", TARGETS), ("at", ("rest", "update"))):
+            if options[key] not in allowed:
+                hint = nearest_name(options[key], allowed)
+                raise _refused(text, f"{key}={options[key]} is not known for flip{hint} (known: {', '.join(allowed)})")
+        for key in ("element", "bit"):
+            if options[key] != "drawn":
+                _integer(text, key, options[key])
 
 
 def _when(text: str, value: str | None, kind: str, spec: Kind, injected: bool) -> tuple[When, int | None]:
@@ -330,6 +349,10 @@ def _when(text: str, value: str | None, kind: str, spec: Kind, injected: bool) -
         if not spec.at_start or kind == "hang":
             raise _refused(text, f"{kind} cannot strike before the script begins; give a step number")
         return When.START, None
+    if value == "load" and spec.at_load:
+        if injected:
+            raise _refused(text, "step=load has passed in a running rank (allowed: N, next)")
+        return When.LOAD, None
     if value == "now" and injected:
         if not spec.at_once:
             able = ", ".join(k for k, s in KINDS.items() if s.at_once)
@@ -338,7 +361,7 @@ def _when(text: str, value: str | None, kind: str, spec: Kind, injected: bool) -
             )
         return When.NOW, None
     if not value.isdecimal():
-        allowed = "N, next, now" if injected else "N, start"
+        allowed = "N, next, now" if injected else "N, start, load" if spec.at_load else "N, start"
         raise _refused(text, f"step={value} cannot be used (allowed: {allowed})")
     return When.STEP, int(value)
 
@@ -389,8 +412,16 @@ class FaultPlan:
     """
 
     def __init__(
-        self, faults: tuple[Fault, ...], rank: int, attempt: int, world_size: int, rank_dir: Path | None = None
+        self,
+        faults: tuple[Fault, ...],
+        rank: int,
+        attempt: int,
+        world_size: int,
+        rank_dir: Path | None = None,
+        checks: Checks | None = None,
     ) -> None:
+        """*checks* is asked at each strike that depends on it; None: nothing checks what the rank holds."""
+        self._checks = checks
         self.rank = rank
         self.attempt = attempt
         self.rank_dir = rank_dir
@@ -406,7 +437,13 @@ class FaultPlan:
 
     @classmethod
     def parse(
-        cls, text: str, rank: int, attempt: int, world_size: int | None = None, rank_dir: Path | None = None
+        cls,
+        text: str,
+        rank: int,
+        attempt: int,
+        world_size: int | None = None,
+        rank_dir: Path | None = None,
+        checks: Checks | None = None,
     ) -> FaultPlan:
         """What *text* means for this rank; ``world_size`` is WORLD_SIZE of the environment unless given.
 
@@ -414,7 +451,7 @@ class FaultPlan:
             ConfigError: the text cannot be used.
         """
         size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(parse_faults(text), rank, attempt, size, rank_dir)
+        return cls(parse_faults(text), rank, attempt, size, rank_dir, checks)
 
     @property
     def pending(self) -> tuple[Fault, ...]:
@@ -425,6 +462,11 @@ class FaultPlan:
         """Before the script begins."""
         if self._pending:
             self._strike(self._take(lambda fault: fault.when is When.START), None)
+
+    def on_load(self) -> None:
+        """Before the first update, when what there is was loaded."""
+        if self._pending:
+            self._strike(self._take(lambda fault: fault.when is When.LOAD), None)
 
     def on_step(self, step: int) -> None:
         """After step *step* was reported."""
@@ -507,7 +549,7 @@ class FaultPlan:
                 None,
                 self.rank,
             ):
-                strike = _Strike(fault, self.rank, self.attempt, step, self.rank_dir)
+                strike = _Strike(fault, self.rank, self.attempt, step, self.rank_dir, self._checks)
                 strike.announce()
                 try:
                     if fault.kind in _LASTING:
@@ -533,6 +575,15 @@ def _moment(fault: Fault, last: int | None) -> str:
             return f"strikes after step {fault.step}{now}{again}"
         case When.START:
             return "strikes before the script"
+        case When.LOAD:
+            return "strikes before the first update"
+
+
+class Checks(Protocol):
+    """What checks the bytes that the rank holds: a fault lies before or after its look at the step."""
+
+    def call_before_check(self, call: Callable[[], None]) -> None: ...
+    def call_after_check(self, call: Callable[[], None]) -> None: ...
 
 
 class CannotInjectError(Exception):
@@ -548,6 +599,7 @@ class _Strike:
     attempt: int
     step: int | None
     rank_dir: Path | None
+    checks: Checks | None = None
 
     def announce(self) -> None:
         self.say(f"injected fault: {self.fault.text}")
@@ -904,6 +956,36 @@ def _neighbour(strike: _Strike, pace: Pace) -> Callable[[], None]:
     return neighbour.stop
 
 
+# -- wrong numbers -----------------------------------------------------------------------------------------------------
+def _wrong_bit(strike: _Strike) -> None:
+    options = strike.fault.options
+    tensor = None if options["tensor"] == "drawn" else options["tensor"]
+    element, bit = (None if options[key] == "drawn" else int(options[key]) for key in ("element", "bit"))
+    seed = f"{strike.fault.text}/{strike.rank}/{strike.attempt}/{strike.step}"
+
+    def tell(done: Flipped) -> None:
+        before, after = hex(done.before), hex(done.after)
+        strike.say(f"flipped bit {done.bit} of element {done.element} of {done.tensor}: {before} is now {after}")
+        strike.note(tensor=done.tensor, element=done.element, bit=done.bit, before=before, after=after)
+
+    def strike_now() -> None:
+        try:
+            if options["target"] == "grad":
+                flip_gradient(tensor, element, bit, seed, tell)
+            else:
+                tell(flip(options["target"], tensor, element, bit, seed))
+        except CannotFlipError as e:
+            strike.say(f"NOT injected: {e}")
+            strike.note(refused=str(e))
+
+    if strike.checks is None or strike.step is None or options["target"] == "grad":
+        strike_now()
+    elif options["at"] == "update":
+        strike.checks.call_before_check(strike_now)
+    else:
+        strike.checks.call_after_check(strike_now)
+
+
 _LASTING: Final[Mapping[str, Callable[[_Strike, Pace], Callable[[], None]]]] = {
     "slow": _slow,
     "throttle": _throttle,
@@ -929,6 +1011,7 @@ _ACTIONS: Final[Mapping[str, Callable[[_Strike], None]]] = {
     "ignore_term": _ignore_term,
     "grandchildren": _grandchildren,
     "shm": _shm,
+    "flip": _wrong_bit,
 }
 
 

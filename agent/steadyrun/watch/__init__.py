@@ -5,6 +5,7 @@
     watch.beat()                        # still alive, in a long stretch without steps
     watch.work(tokens.numel())          # how much work this step does, where steps differ in it
     watch.role(dp=3, tp=0, pp=1)        # the rank's place, where torch's device meshes do not say it
+    watch.replicas({"ema.*": range(8)}) # who holds equal bytes, where the model's wrappers do not say it
     watch.should_stop()                 # True on all ranks at the same call, once the job is asked to stop
     watch.checkpointer("checkpoints", model=model, optimizer=optimizer)   # saves often, resumes exactly
     watch.commit("out/step-100")        # makes a checkpoint that a framework has written durable and checkable
@@ -18,14 +19,27 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from steadyrun.checkpoint.checkpointer import Checkpointer
+    from steadyrun.watch.integrity import Integrity
     from steadyrun.watch.marks import Marks, SectionLike
     from steadyrun.watch.setup import RankSetup
     from steadyrun.watch.timing import Timing
 
-__all__ = ["beat", "checkpointer", "commit", "is_active", "role", "section", "should_stop", "step", "work"]
+__all__ = [
+    "beat",
+    "checkpointer",
+    "commit",
+    "is_active",
+    "replicas",
+    "role",
+    "section",
+    "should_stop",
+    "step",
+    "work",
+]
 
 _MARKING = ("beat", "is_active", "section", "should_stop", "step")
 
@@ -106,6 +120,18 @@ def role(**coordinates: int) -> None:
     """
 
 
+def replicas(ranks: Mapping[str, Iterable[int]] | None = None, buffers: Sequence[str] = ()) -> None:
+    """Which ranks hold the same bytes: ``replicas({"head.*": range(8)}, buffers=["*.running_mean"])``.
+
+    For checks against silent data corruption. Not needed for what DDP, FSDP, HSDP or tensor parallelism of torch
+    replicate. Call it before the first step, equally on all ranks.
+
+    Args:
+        ranks: global ranks by names of tensors, with ``*`` and ``?``; overrules what is found. One rank: not compared.
+        buffers: names of buffers that must be equal; others may differ by design.
+    """
+
+
 def checkpointer(root: Any, **options: Any) -> Checkpointer:
     """The sharded asynchronous checkpointer for a folder; see ``steadyrun.checkpoint.checkpointer.Checkpointer``.
 
@@ -153,6 +179,14 @@ def _activate_timing(timing: Timing) -> None:
 
         told.__name__, told.__qualname__, told.__doc__ = name, name, doc
         globals()[name] = told
+
+
+def _activate_integrity(integrity: Integrity) -> None:
+    def replicas(ranks: Mapping[str, Iterable[int]] | None = None, buffers: Sequence[str] = ()) -> None:
+        integrity.declare(ranks, buffers)
+
+    replicas.__doc__ = globals()["replicas"].__doc__
+    globals()["replicas"] = replicas
 
 
 def _activate(marks: Marks, setup: RankSetup | None = None) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from steadyrun.watch.integrity import Integrity
     from steadyrun.watch.timing import Timing
 
 __all__ = ["attach", "begin"]
@@ -86,8 +87,9 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
     flight = FlightWatch(setup)
     recorder = ExceptionRecorder(setup.rank_dir, marks, flight.dump_at_exception)
     recorder.install()
-    faults = _Faults(setup, marks)
-    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject, faults.answered, flight)
+    observers = _Observers(setup, slot, marks)
+    faults = _Faults(setup, marks, observers)
+    evidence = EvidenceServer(setup.rank_dir, marks, faults.inject, faults.answered, flight, observers.answer)
     report = None if setup.loaded_report is None else LoadedReport(setup.loaded_report, os.environ, preset)
 
     def finish() -> None:
@@ -121,7 +123,7 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
         marks.observe(third_step=lambda: _in_thread(write))
     os.register_at_fork(after_in_child=on_fork)
     atexit.register(finish)
-    hooks = _hook_imports(marks, recorder, report, finish, _timing_of(setup, slot, marks))
+    hooks = _hook_imports(marks, recorder, report, finish, observers)
     if setup.flight is not None:
         hooks.after(GROUPS_MODULE, around_first_group(before_group, after_group))
     hooks.install()
@@ -144,16 +146,52 @@ def _start_dumps(setup: RankSetup, marks: Marks) -> Deadman | None:
     return deadman
 
 
-def _timing_of(setup: RankSetup, slot: Slot, marks: Marks) -> Callable[[Any], Timing | None]:
-    """What makes the timing of steps, once there are optimizers: until then its modules are not even imported."""
+class _Observers:
+    """What looks at the steps of an optimizer; made once there are optimizers: until then not even imported."""
 
-    def make(module: Any) -> Timing | None:
+    def __init__(self, setup: RankSetup, slot: Slot, marks: Marks) -> None:
+        self._setup = setup
+        self._slot = slot
+        self._marks = marks
+        self._timing: Timing | None = None
+        self.integrity: Integrity | None = None
+        self.before_first_update: Callable[[], None] | None = None
+
+    def install(self, module: Any) -> None:
+        """For ``torch.optim.optimizer``. What marks steps comes first, and what checks bytes last."""
+        marks = self._marks
+        OptimizerSteps(marks, self._make_timing).install(module)
+        if self.before_first_update is not None:
+            _before_first_update(module, self.before_first_update)
+        if marks.is_active() and self._setup.sdc != 0:
+            self._make_integrity(module)
+        timing, integrity = self._timing, self.integrity
+        if integrity is None:
+            return
+        checked, saving = integrity.step_marked, integrity.aside_begins
+        if timing is None:
+            marks.observe(timed=checked, aside=saving)
+            return
+        timed, aside = timing.step_ends, timing.aside_begins
+
+        def both(step: int) -> None:
+            timed(step)
+            checked(step)
+
+        def both_aside(name: str) -> None:
+            aside(name)
+            saving(name)
+
+        marks.observe(timed=both, aside=both_aside)
+
+    def _make_timing(self, module: Any) -> Timing | None:
+        setup, marks = self._setup, self._marks
         if not setup.timing or not marks.is_active():
             return None
         try:
             from steadyrun.watch.timing import Timing
 
-            timing = Timing(timing_writer(slot.words, slot.base), setup.rank_dir)
+            timing = Timing(timing_writer(self._slot.words, self._slot.base), setup.rank_dir)
             timing.install(module)
         except Exception as e:  # a torch unlike all that we know
             _say(f"cannot time steps: {type(e).__name__}: {e}")
@@ -161,9 +199,48 @@ def _timing_of(setup: RankSetup, slot: Slot, marks: Marks) -> Callable[[Any], Ti
         marks.observe(timed=timing.step_ends, aside=timing.aside_begins, aside_end=timing.aside_ends)
         os.register_at_fork(after_in_child=timing.forked)
         watch._activate_timing(timing)
+        self._timing = timing
         return timing
 
-    return make
+    def _make_integrity(self, module: Any) -> None:
+        setup = self._setup
+        try:
+            from steadyrun.watch.integrity import Integrity
+
+            words, base = self._slot.words, self._slot.base
+            integrity = Integrity(words, base, self._marks, setup.rank, setup.attempt, setup.rank_dir, setup.sdc, _say)
+            integrity.install(module)
+        except Exception as e:
+            _say(f"cannot check the bytes of this rank: {type(e).__name__}: {e}")
+            return
+        os.register_at_fork(after_in_child=integrity.forked)
+        watch._activate_integrity(integrity)
+        self.integrity = integrity
+
+    def call_before_check(self, call: Callable[[], None]) -> None:
+        if self.integrity is None or not self.integrity.is_on:
+            call()
+        else:
+            self.integrity.call_before_check(call)
+
+    def call_after_check(self, call: Callable[[], None]) -> None:
+        if self.integrity is None or not self.integrity.is_on:
+            call()
+        else:
+            self.integrity.call_after_check(call)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self.integrity is None else self.integrity.answer(request)
+
+
+def _before_first_update(module: Any, call: Callable[[], None]) -> None:
+    calls = [call]
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if calls:  # torch is walking over its hooks: this one cannot be taken out here
+            calls.pop()()
+
+    module.register_optimizer_step_pre_hook(hook)
 
 
 def _hook_imports(
@@ -171,7 +248,7 @@ def _hook_imports(
     recorder: ExceptionRecorder,
     report: LoadedReport | None,
     finish: Callable[[], None],
-    timing: Callable[[Any], Timing | None],
+    observers: _Observers,
 ) -> ImportHooks:
     def on_threading(module: Any) -> None:
         _before_threads_are_joined(finish)
@@ -182,7 +259,7 @@ def _hook_imports(
         note_env = report.note_env
         hooks.before("torch", lambda: note_env(os.environ))
     hooks.after("threading", on_threading)
-    hooks.after(OPTIMIZER_MODULE, OptimizerSteps(marks, timing).install)
+    hooks.after(OPTIMIZER_MODULE, observers.install)
     hooks.after(CHECKPOINT_MODULE, wrap_checkpointing(marks.section))
     return hooks
 
@@ -211,9 +288,10 @@ def _in_thread(call: Callable[[], None]) -> None:
 class _Faults:
     """The rank's fault plan: from its setup, or begun by the first injection."""
 
-    def __init__(self, setup: RankSetup, marks: Marks) -> None:
+    def __init__(self, setup: RankSetup, marks: Marks, observers: _Observers) -> None:
         self._setup = setup
         self._marks = marks
+        self._observers = observers
         self._plan: Any = None
         self._is_answering = False
 
@@ -226,6 +304,7 @@ class _Faults:
         except Exception as e:
             _say(f"no faults: {e}")
             return
+        self._observers.before_first_update = self._plan.on_load
         self._plan.on_start()
 
     def inject(self, text: str) -> tuple[str, ...]:
@@ -250,7 +329,9 @@ class _Faults:
         from steadyrun.testing.faults import FaultPlan
 
         setup = self._setup
-        self._plan = FaultPlan.parse(text, setup.rank, setup.attempt, rank_dir=Path(setup.rank_dir))
+        self._plan = FaultPlan.parse(
+            text, setup.rank, setup.attempt, rank_dir=Path(setup.rank_dir), checks=self._observers
+        )
         self._marks.observe(each_step=self._on_step)
 
 

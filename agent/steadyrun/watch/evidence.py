@@ -5,7 +5,8 @@
   first;
 - ``{"cmd": "groups"}``: what ``flight.json`` says, fresh;
 - ``{"cmd": "flight", "stacks": bool}``: ``{"files", "took_s", "taken_at_unix_s", "missing"}``, see ``FlightWatch``;
-- ``{"cmd": "inject", "fault": text}``: ``{"answers": [text]}``.
+- ``{"cmd": "inject", "fault": text}``: ``{"answers": [text]}``;
+- ``leaves``, ``capture`` and ``captured``: see ``core.integrity``.
 
 Anything wrong is answered with ``{"error": text}``. The thread is started by ``_thread`` and is none of the script's:
 ``threading`` does not know it, no signal is delivered to it, and it only runs when asked and for a look at the process
@@ -48,6 +49,7 @@ class EvidenceServer:
     Args:
         inject: takes the text of a fault, returns what to answer; called in the server's thread.
         answered: called after an answer to ``inject`` was sent: only now may the fault strike.
+        others: answers commands that are not known here; None to those that it does not know either.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class EvidenceServer:
         inject: Callable[[str], tuple[str, ...]],
         answered: Callable[[], None],
         flight: FlightWatch,
+        others: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda request: None,
     ) -> None:
         self._rank_dir = rank_dir
         self._marks = marks
         self._inject = inject
         self._answered = answered
         self._flight = flight
+        self._others = others
         self._main = get_ident()
         self._listening: Any = None
         self._is_started = False
@@ -146,6 +150,9 @@ class EvidenceServer:
             return self._flight.dump(stacks=bool(request.get("stacks")))
         if command == "inject":
             return {"answers": self._inject(str(request.get("fault", "")))}
+        answer = self._others(request) if isinstance(request, dict) else None
+        if answer is not None:
+            return answer
         return {"error": f"cannot answer {command!r}: the commands are sections, stacks, groups, flight and inject"}
 
 

@@ -27,6 +27,7 @@ class RankSetup:
         faults: a fault plan, or empty.
         flight: the flight recorder's variables that the launcher has set itself; None: leave the recorder alone.
         loaded_report: file for ``LoadedReport``, or None.
+        sdc: steps between checks of the bytes that the rank holds; 0: none; None: what their cost allows.
         saver: the socket of the node's saver, or None.
         stack_signal: number of the signal that makes the rank write its stacks.
         timing: tell how long each step's own work took.
@@ -43,6 +44,7 @@ class RankSetup:
         "rank_dir",
         "run_id",
         "saver",
+        "sdc",
         "slot",
         "stack_signal",
         "timing",
@@ -64,6 +66,8 @@ class RankSetup:
         self.loaded_report = local_path(report) if report else None
         saver = data.get("saver")
         self.saver = local_path(saver) if saver else None
+        sdc = data.get("sdc", 0)
+        self.sdc = None if sdc is None else max(int(sdc), 0)
         self.stack_signal = int(data.get("stack_signal") or 0)
         self.timing = bool(data.get("timing", True))
 

@@ -23,9 +23,11 @@ from steadyrun.ctl import (
     inject,
     kernellog,
     postmortem,
+    sdc,
     status,
     stragglers,
     top,
+    verifyreplicas,
 )
 from steadyrun.ctl.ckpt import commands as ckpt
 from steadyrun.ctl.console import Console
@@ -38,6 +40,8 @@ GROUPS: Final = (
     status,
     top,
     stragglers,
+    sdc,
+    verifyreplicas,
     calibrate,
     inject,
     ckpt,

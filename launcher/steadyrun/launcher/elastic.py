@@ -642,6 +642,7 @@ class SteadyAgent(LocalElasticAgent):
             metrics=_exporter_plan(settings),
             devices=_devices_plan(settings, folder, os.environ),
             node_check=settings.node_check,
+            sdc=settings.sdc,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:

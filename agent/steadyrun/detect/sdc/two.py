@@ -17,10 +17,12 @@ class Distances:
     Attributes:
         by_rank: the largest distance, same unit as the bound; NaN or infinite counts as impossible.
         bound: what an optimizer can have moved an element since: steps x learning rate x a factor (10 for Adam).
+        why: what a distance beyond the bound says, for people.
     """
 
     by_rank: Mapping[int, float]
     bound: float
+    why: str = "its values lie farther from the last verified checkpoint than any update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,7 @@ def settle(
     if distances is not None:
         far = {r for r in sides if r in distances.by_rank and not abs(distances.by_rank[r]) <= distances.bound}
         if far and far != sides and sides <= set(distances.by_rank):
-            return _decided(
-                judgement, far, 0.85, "its values lie farther from the last verified checkpoint than any update"
-            )
+            return _decided(judgement, far, 0.85, distances.why)
     if replay is not None and sides <= set(replay.reproduced):
         failed = {r for r in sides if not replay.reproduced[r]}
         if failed and failed != sides:

@@ -1,0 +1,271 @@
+"""``steadyctl sdc``: whether the ranks of a run held the bytes that they should, who did not, and what checks cost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from steadyrun.ctl.console import Column, Console, clock_time, duration, plain, size
+from steadyrun.ctl.runs import RunLog, open_run
+
+__all__ = ["register"]
+
+SDC_SCHEMA: Final = "steadyrun.sdc/1"
+WRONG: Final = 10  # exit codes, as those of postmortem and stragglers
+UNDECIDED: Final = 11
+MOST_ROWS: Final = 16
+
+EPILOG: Final = """\
+RUN is a run folder (or a folder of them: its latest); the journals of all nodes
+that are in it are read, live or finished.
+
+Replicas of a tensor must hold the same bytes, and no tensor may change between
+the updates. Both is seen of parameters and optimizer state. A gradient that one
+rank computes wrongly is not: all replicas take it over.
+
+exit codes:
+   0  all that was compared agreed
+  10  somebody held wrong bytes
+  11  undecided: nothing was compared
+   1  no run
+   2  the command line cannot be used
+
+examples:
+  steadyctl sdc
+  steadyctl sdc steadyrun/latest --json | jq '.found[].sentence'
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "sdc",
+        help="say whether ranks held wrong bytes (silent data corruption), which, and what the checks cost",
+        description="Shows the checks of the ranks' bytes: what agreed, who held wrong bytes, and the cost.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("where", nargs="?", metavar="RUN", help="run folder (default: the latest in ./steadyrun)")
+    parser.add_argument("--json", action="store_true", help=f"print {SDC_SCHEMA}")
+    parser.set_defaults(run=run_sdc)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The newest that a rank's node has told of its checks."""
+
+    rank: int
+    node: str
+    attempt: int
+    told: Mapping[str, Any]
+
+    def number(self, name: str) -> float:
+        value = self.told.get(name)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Of the time of training that checks take at the present interval."""
+        checks, step_s, interval = self.number("checks"), self.number("step_s"), self.number("interval")
+        if not (checks and step_s and interval):
+            return None
+        return 2 * self.number("cost_s") / checks / (interval * step_s)
+
+
+@dataclass(slots=True)
+class _Checks:
+    """What the journals of a run say."""
+
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    compared: int = 0
+    agreed: int = 0
+    newest: int | None = None
+    last_good: int | None = None
+    found: list[dict[str, Any]] = field(default_factory=list)
+    verified: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.found)
+
+
+def run_sdc(args: argparse.Namespace, console: Console) -> int:
+    """The exit code says whether somebody held wrong bytes."""
+    run = open_run(args.where)
+    checks = _read(RunLog.read(run))
+    if args.json:
+        console.json(_to_json(checks, str(run.root)))
+    else:
+        for line in _tell(checks, console):
+            console.print(line)
+    if checks.is_wrong:
+        return WRONG
+    return 0 if checks.compared or any(r.number("checks") > 1 for r in checks.ranks.values()) else UNDECIDED
+
+
+def _read(log: RunLog) -> _Checks:
+    out = _Checks()
+    for record in log.of_type("integrity"):
+        match record.get("event"):
+            case "checks":
+                _take_ranks(out, record)
+            case "compared":
+                out.compared += int(record.get("checks", 0))
+                out.agreed += int(record.get("agreed", 0))
+                out.newest, out.last_good = record.get("newest_step"), record.get("last_good")
+            case "found":
+                own = {k: v for k, v in record.items() if k not in ("v", "type", "event", "at_s")}
+                out.found.append({**own, "incident": None, "back_to_done": None})
+            case "rolled_back" if out.found:
+                out.found[-1].update(incident=record.get("incident"), back_to_done=record.get("to"))
+            case "verified":
+                out.verified.append({"step": record.get("step"), "path": record.get("path")})
+            case "note" | "in_vain":
+                text = str(record.get("text", ""))
+                if text and text not in out.notes:
+                    out.notes.append(text)
+            case _:
+                pass  # of a newer agent
+    for record in log.of_type("incident"):
+        details = (record.get("verdict") or {}).get("details") or {}
+        sentence = (details.get("sdc") or {}).get("sentence")
+        for found in out.found:
+            if found["incident"] is None and sentence is not None and found.get("sentence") == sentence:
+                found["incident"] = record.get("number")
+    return out
+
+
+def _take_ranks(out: _Checks, record: Mapping[str, Any]) -> None:
+    ranks = record.get("ranks")
+    for rank, told in ranks.items() if isinstance(ranks, Mapping) else ():
+        if str(rank).isdecimal() and isinstance(told, Mapping):
+            number = int(rank)
+            out.ranks[number] = _Rank(number, str(record.get("node", "")), int(record.get("attempt", 0)), told)
+
+
+def _to_json(checks: _Checks, root: str) -> dict[str, Any]:
+    return {
+        "schema": SDC_SCHEMA,
+        "run": root,
+        "compared": checks.compared,
+        "agreed": checks.agreed,
+        "newest_step": checks.newest,
+        "last_good_step": checks.last_good,
+        "found": checks.found,
+        "verified_checkpoints": checks.verified,
+        "ranks": [
+            {"rank": r.rank, "node": r.node, "attempt": r.attempt, **r.told, "share": r.share}
+            for r in sorted(checks.ranks.values(), key=lambda r: r.rank)
+        ],
+        "notes": checks.notes,
+    }
+
+
+def _tell(checks: _Checks, console: Console) -> list[str]:
+    lines = [_headline(checks, console)]
+    for found in checks.found:
+        lines += ["", *_tell_found(found, console)]
+    if checks.verified:
+        steps = ", ".join(str(v["step"]) for v in checks.verified[-6:])
+        lines.append(f"checkpoints that all ranks agreed on: {len(checks.verified)} (newest: steps {steps})")
+    if checks.ranks:
+        lines += ["", *_table(list(checks.ranks.values()), console)]
+    for note in checks.notes[:8]:
+        lines += console.wrapped(plain(note), 2, "  note: ")[:3]
+    return lines
+
+
+def _headline(checks: _Checks, console: Console) -> str:
+    if checks.found:
+        many = len(checks.found)
+        return console.styled(f"wrong bytes were found {'once' if many == 1 else f'{many} times'}", "red", "bold")
+    if checks.compared:
+        upto = "" if checks.last_good is None else f", the newest after step {checks.last_good}"
+        return console.styled(f"all replicas agreed in {checks.agreed} of {checks.compared} checks{upto}", "green")
+    if checks.ranks:
+        return "nothing has a replica here; nothing changed between updates where that was looked at"
+    return console.styled("nothing was compared: checks are off (--ft-sdc), or no model was found", "yellow")
+
+
+def _tell_found(found: Mapping[str, Any], console: Console) -> list[str]:
+    at = found.get("at_unix_s")
+    when = clock_time(float(at), with_date=True) if isinstance(at, (int, float)) else "-"
+    number = f"incident {found['incident']}, " if found.get("incident") is not None else ""
+    lines = console.wrapped(
+        f"{number}attempt {found.get('attempt')}, {when}: {plain(found.get('sentence', ''))}", 2, ""
+    )
+    for where in _sequence(found.get("places")):
+        lines += console.wrapped(plain(_place(where)), 4, "  - ")
+    gpus, nodes = _sequence(found.get("gpus")), _sequence(found.get("nodes"))
+    if nodes or gpus:
+        lines.append("  " + plain(", ".join([*(f"node {n}" for n in nodes), *(f"GPU {g}" for g in gpus)])))
+    took = found.get("took_s")
+    took_text = f"; found out within {duration(float(took))}" if isinstance(took, (int, float)) else ""
+    if found.get("back_to_done") is not None:
+        verified = " (verified)" if found.get("back_to_is_verified") else ""
+        lines.append(f"  training went back to step {found['back_to_done']}{verified}{took_text}")
+    else:
+        lines.append(f"  training was not touched{took_text}")
+    return lines
+
+
+def _place(where: Any) -> str:
+    if not isinstance(where, Mapping):
+        return "?"
+    head = f"rank {where.get('rank')}, {where.get('tensor')}"
+    elements = [e for e in _sequence(where.get("elements")) if isinstance(e, Sequence) and len(e) >= 2]
+    if not elements:
+        return f"{head}: {where.get('why_not') or 'not located'}"
+    some = "; ".join(_element(e, int(where.get("element_bytes") or 0)) for e in elements[:3])
+    return f"{head} ({where.get('dtype')}): {some}" + ("; ..." if len(elements) > 3 or not where.get("is_all") else "")
+
+
+def _element(e: Sequence[Any], element_bytes: int) -> str:
+    bits = ", ".join(map(str, _sequence(e[1])[:8]))
+    text = f"element {e[0]}" + (f", bit {bits}" if bits else "")
+    if len(e) >= 4 and isinstance(e[2], int) and isinstance(e[3], int):
+        text += f" (0x{e[2]:0{2 * element_bytes}x}, should be 0x{e[3]:0{2 * element_bytes}x})"
+    return text
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _table(ranks: list[_Rank], console: Console) -> list[str]:
+    columns = [
+        Column("rank", right=True),
+        Column("node", grows=True),
+        Column("state"),
+        Column("checks", right=True),
+        Column("every", right=True),
+        Column("tensors", right=True),
+        Column("bytes", right=True),
+        Column("cost", right=True),
+        Column("share", right=True),
+    ]
+    rows = []
+    for r in sorted(ranks, key=lambda r: (-r.attempt, r.rank))[:MOST_ROWS]:
+        checks = r.number("checks")
+        each = f"{1000 * r.number('cost_s') / checks:.2f} ms" if checks else "-"
+        share = "-" if r.share is None else f"{100 * r.share:.3f} %"
+        rows.append(
+            [
+                str(r.rank),
+                plain(r.node),
+                plain(r.told.get("state", "")),
+                f"{checks:.0f}",
+                f"{r.number('interval'):.0f}",
+                f"{r.number('tensors'):.0f}",
+                size(r.number("size_bytes")),
+                each,
+                share,
+            ]
+        )
+    lines = console.table(columns, rows)
+    if len(ranks) > MOST_ROWS:
+        lines.append(console.styled(f"and {len(ranks) - MOST_ROWS} more ranks (--json)", "dim"))
+    return lines
