@@ -92,9 +92,9 @@ def test_a_repeat_offender_is_left_out_and_a_spare_takes_its_place(start: JobSta
     killed_s = time.monotonic()
     good.wait_for_step(0, ranks=(0, 1), attempt=2)
     assert time.monotonic() - killed_s < 15, good.story()  # without stepping out the others would miss it for 15 s
+    assert {parent_of(pid) for pid in good.pids(2).values()} == {good.process.pid, spare.process.pid}
     assert bad.wait(30) == 83, bad.story()
     assert "this node is excluded" in bad.output
-    assert {parent_of(pid) for pid in good.pids(2).values()} == {good.process.pid, spare.process.pid}
     assert [job.wait(90) for job in (good, spare)] == [0, 0], good.story()
     for job in (good, spare):
         why = {(m["node"], m["why"]) for m in scores_of(job)["marks"]}

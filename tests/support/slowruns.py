@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,15 @@ class SlowRun:
         """Accusations that were made while *leg* lasted, or just after."""
         begin = self.plan.begins(leg)
         return [a for a in self.accusations if begin < a["step"] <= begin + NOTICED + CALM]
+
+    def noise(self, leg: Leg) -> float:
+        """By what share the own work of the ranks that are not slow differed from step to step while *leg* lasted."""
+        begin = self.plan.begins(leg)
+        rows = [own for step, own in self.column("busy_s").items() if begin < step <= begin + NOTICED and min(own) > 0]
+        logs = [[math.log(s) for rank, s in enumerate(own) if rank != leg.rank] for own in rows]
+        apart = [[value - statistics.median(row) for value in row] for row in logs]
+        by_rank = [statistics.stdev(values) for values in zip(*apart, strict=True) if len(values) > 1]
+        return statistics.mean(by_rank) if by_rank else math.inf
 
     def refusal(self, leg: Leg) -> str | None:
         """Why *leg* was not slow, if the fault cannot be injected here."""

@@ -185,7 +185,8 @@ class TimingInbox:
         self._expected[groups, NUMBER] += 1
         counts = rows_each[:, 0]
         newest = np.repeat(starts + 1 - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        return PacesTold(b"".join((*rows, joined[newest].tobytes())), facts, refused)
+        usual = joined[newest].tobytes()
+        return PacesTold(b"".join((*rows, usual)) if rows else usual, facts, refused)
 
     def _fitting(
         self, messages: Mapping[int, bytes], refused: dict[int, str]

@@ -128,8 +128,6 @@ SEAMS: Final[Sequence[Seam]] = (
     Seam(f"{_RDZV}.dynamic_rendezvous", "DynamicRendezvousHandler._stop_heartbeats"),
     Seam(f"{_RDZV}.dynamic_rendezvous", "_RendezvousState", fields=("wait_list", "redundancy_list")),
     Seam(f"{_RDZV}.dynamic_rendezvous", "_RendezvousExitOp"),
-    # Else a spare cannot take a place in a later round.
-    Seam(f"{_RDZV}.dynamic_rendezvous", "DynamicRendezvousHandler", fields=("_bootstrap_store_info",)),
 )
 
 

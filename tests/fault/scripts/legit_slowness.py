@@ -3,7 +3,8 @@
 Arguments: the least number of steps before the first trial, the trials' kinds with commas between them, and ``hang`` or
 ``end`` for what comes after them. Each waits until all sections have a soft limit and the agent has taken in what went
 before. In a trial one thing takes ten times as long as a step; with ``+`` after its kind, longer than the soft limits
-that the agent has told by then: its own, and that of the step, in which the other rank waits for it.
+that the agent has told by then: its own, and that of the step, in which the other rank waits for it; with ``-``, nearly
+as long as the shortest soft limit, so that nobody looks.
 """
 
 import itertools
@@ -29,7 +30,9 @@ RUNS = Path(os.environ["RUNS"])
 BEYOND_S = 1.5  # in which the look at the ranks comes to its end
 APART = 12  # steps between two trials at least
 SETTLES_S = 6.0  # in which the agent writes down what ranks have done, and limits follow
-PACE_S = 0.02  # the journal takes 200 steps each five seconds
+PACE_S = 0.02
+NEARLY = 0.7  # of a soft limit: whoever waits for the stall has done something before
+SECTIONS = ("step", "checkpointing", "evaluation")
 
 
 def tell(kind, **fields):
@@ -88,7 +91,7 @@ def evaluate(model, seconds):
 
 def is_settled(since_s):
     """Whether limits stand and will not move soon, as rank 0 sees it."""
-    least_s = min(soft_limit_s(name) for name in ("step", "checkpointing", "evaluation"))
+    least_s = min(soft_limit_s(name) for name in SECTIONS)
     told = torch.tensor([float(least_s > 0 and time.monotonic() > since_s + SETTLES_S)])
     dist.broadcast(told, 0)
     return told.item() > 0
@@ -115,15 +118,16 @@ def main():
             if not left:
                 break
             kind = left.pop(0)
-        is_beyond, kind = kind.endswith("+"), kind.rstrip("+")
+        kind, suffix = kind.rstrip("+-"), kind[-1:] if kind.endswith(("+", "-")) else ""
         culprit = len(left) % 2 == RANK
         stall_s = 0.0
         if kind and kind != "hang":
             section = {"checkpoint": "checkpointing", "evaluation": "evaluation"}.get(kind, "step")
             soft_s = soft_limit_s(section)
             beyond_s = max(soft_s, soft_limit_s("step")) + BEYOND_S
-            stall_s = max(10 * statistics.median(times_s), beyond_s if is_beyond else 0.0)
-            tell("trial", what=kind, seconds=stall_s, culprit=culprit, soft_s=soft_s, is_beyond=is_beyond)
+            below_s = NEARLY * min(soft_limit_s(name) for name in SECTIONS)
+            stall_s = max(10 * statistics.median(times_s), {"+": beyond_s, "-": below_s}.get(suffix, 0.0))
+            tell("trial", what=kind, seconds=stall_s, culprit=culprit, soft_s=soft_s, suffix=suffix)
         stall_s *= culprit
         if kind == "loader":
             data.stall_s = stall_s

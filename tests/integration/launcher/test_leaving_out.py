@@ -60,6 +60,20 @@ def test_a_store_that_is_gone_does_not_keep_a_node_from_leaving() -> None:
     assert len(said) == 1, "a static rendezvous has no place to give up"
 
 
+@pytest.mark.parametrize("known", [None, "from the round before"])
+def test_every_round_tells_anew_where_the_ranks_store_is(monkeypatch: pytest.MonkeyPatch, known: str | None) -> None:
+    """torch does so only where it is not known yet, so that who comes later would wait for it."""
+    seen: list[Any] = []
+    torchs = SteadyAgent.__mro__[1]
+    monkeypatch.setattr(torchs, "_rendezvous", lambda self, group: seen.append(vars(group.spec.rdzv_handler)))
+    agent = SteadyAgent.__new__(SteadyAgent)
+    agent._store, agent._rounds = None, 0
+    for handler in (SimpleNamespace(_bootstrap_store_info=known), SimpleNamespace()):
+        agent._rounds = 0
+        agent._rendezvous(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler), group_world_size=2))
+    assert seen == [{"_bootstrap_store_info": None}, {}]
+
+
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_the_process_that_listens_serves_the_rendezvous(family: int, host: str) -> None:
     with socket.socket(family) as s:

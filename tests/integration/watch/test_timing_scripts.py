@@ -1,4 +1,8 @@
-"""What unmodified scripts of many kinds tell of the time of their steps, and that none of them is disturbed."""
+"""What unmodified scripts of many kinds tell of the time of their steps, and that none of them is disturbed.
+
+Scripts burn CPU time, so that a busy machine makes their steps longer and not their own work, apart from what caches
+cost. Of that, shares and lower bounds are compared; a phase that is told with another one's work has a wrong share.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,8 @@ def check_sums(timings: Sequence[StepTiming]) -> None:
         if t.flags & TAG_FORWARD_SEEN:
             phases_s = t.forward_s + t.backward_s + t.optimizer_s + t.data_s
             assert t.busy_s == pytest.approx(phases_s)
-            assert 0 < t.busy_s + t.starved_s + t.wait_s + t.checkpoint_s <= t.wall_s * 1.001
+            apart_s = t.starved_s + t.wait_s + t.checkpoint_s + (t.probe_s or 0.0)
+            assert 0 < t.busy_s + apart_s <= t.wall_s * 1.001, "nothing is told twice"
             assert 0 < t.cpu_s <= t.busy_s * 1.001 + t.wait_s + 0.0005 or t.flags & TAG_EVALUATION
         else:
             assert t.busy_s == t.forward_s == t.backward_s == t.optimizer_s == t.data_s == 0
@@ -108,7 +113,9 @@ print("fine")
     assert [bool(t.flags & TAG_FIRST) for t in timings] == [True] * 5 + [False] * 6
     expected = {"forward_s": 0.01, "backward_s": 0.02, "optimizer_s": 0.03, "data_s": 0.04}
     for name, own_s in expected.items():
-        assert own_s <= middle([getattr(t, name) for t in timings]) < own_s + 0.008, name
+        assert middle([getattr(t, name) for t in timings]) >= own_s, name
+        share = middle([getattr(t, name) / t.busy_s for t in timings])
+        assert share == pytest.approx(own_s / 0.1, abs=0.04), name
     for before, after in itertools.pairwise(timings):
         assert after.at_s - before.at_s == pytest.approx(after.wall_s, abs=1e-6)
 
@@ -137,11 +144,12 @@ print("fine")
     assert all(seen(timings))
     check_sums(timings)
     by_step = {t.step: t for t in timings}
-    assert all(0.02 <= t.data_s < 0.04 for t in timings)
+    assert all(t.data_s >= 0.02 for t in timings)
     assert [t.step for t in timings if t.flags & TAG_CHECKPOINT] == [9]
     assert [t.step for t in timings if t.flags & TAG_EVALUATION] == [11]
-    assert 0.05 <= by_step[9].checkpoint_s < 0.1
-    assert by_step[11].wall_s > 0.07 > by_step[11].busy_s
+    assert 0.05 <= by_step[9].checkpoint_s <= by_step[9].wall_s - 0.02, "the loader's sleep is no part of it"
+    assert by_step[11].data_s >= 0.02
+    assert by_step[11].busy_s <= by_step[11].wall_s - 0.05, "the section for validation is no own work"
     assert by_step[5].checkpoint_s == 0
 
 
@@ -171,7 +179,7 @@ print("fine")
     check_sums(timings)
     late = timings[5:]
     assert not any(t.flags & TAG_EVALUATION for t in late)
-    assert 0.075 <= middle([t.forward_s for t in late]) < 0.1, "g 5 times, d 5 times"
+    assert 0.075 <= middle([t.forward_s for t in late]) < 0.15, "g 5 times, d 5 times, and each once"
 
 
 def test_evaluation_between_steps_is_told(start: Any) -> None:
@@ -187,7 +195,7 @@ for i in range(14):
     if i in (8, 12):
         model.eval()
         with torch.no_grad() if i == 8 else torch.enable_grad():
-            for _ in range(5):
+            for _ in range(50):
                 model(x)
 print("fine")
 """,
@@ -196,7 +204,7 @@ print("fine")
     check_sums(timings)
     assert [t.step for t in timings if t.flags & TAG_EVALUATION] == [9, 13]
     assert timings[8].step == 9
-    assert timings[8].forward_s < 0.008, "forwards without gradients are not the step's work"
+    assert timings[8].wall_s > 0.1 > 2 * timings[8].forward_s, "forwards without gradients are not the step's work"
 
 
 def test_what_was_not_seen_whole_is_not_told(start: Any) -> None:
@@ -435,7 +443,7 @@ print("fine")
     )
     assert [t.step for t in timings if t.step > 100] == list(range(101, 110))
     assert all(seen([t for t in timings if t.step > 101]))
-    assert 0.01 <= middle([t.forward_s for t in timings]) < 0.015
+    assert 0.01 <= middle([t.forward_s for t in timings]) < 0.02, "both, each once"
     check_sums(timings)
 
 
@@ -510,6 +518,6 @@ print("fine")
     timings = timings_of(start, text.format(s=0.06))
     probed = [t for t in timings if t.probe_s is not None]
     assert [t.step for t in probed] == [101]
-    assert 0.0005 < probed[0].probe_s < 0.2
-    assert probed[0].busy_s < middle([t.busy_s for t in timings]) * 1.5, "the probe is not the step's own work"
+    assert 0.0005 < probed[0].probe_s < probed[0].wall_s
+    check_sums(timings)  # the probe is not the step's own work
     assert all(t.probe_s is None for t in timings_of(start, text.format(s=0.0)))

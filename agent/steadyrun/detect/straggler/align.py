@@ -129,6 +129,7 @@ class StepAlignment:
         self.most_steps = most_steps
         self.late = 0
         self._steps: dict[int, _Step] = {}
+        self._in_order = np.arange(world_size)
         self._newest = np.full(world_size, -1, np.int64)  # step that each rank told last
         self._is_back = np.zeros(world_size, np.bool_)  # has told a lower step than before, and none that counts since
         self._given = -1
@@ -143,9 +144,9 @@ class StepAlignment:
         if not len(records):
             return
         steps = np.ascontiguousarray(records["step"])
-        first, last = int(steps.min()), int(steps.max())
+        first = int(steps.min())
         self._note_returns(ranks, steps, first)
-        if first == last:
+        if (steps == first).all():
             self._add_step(first, ranks, records["values"], now_s)
             return
         for step in np.unique(steps).tolist():
@@ -167,10 +168,15 @@ class StepAlignment:
             self.late += len(ranks)
             return
         kept = self._steps.get(step)
+        if kept is None and len(ranks) == self.world_size and (ranks == self._in_order).all():
+            self._steps[step] = _Step(values, self._in_order >= 0, now_s, is_whole=True)  # as a rule: nothing to sort
+            return
         if kept is None:
             kept = self._steps[step] = _Step(
                 np.empty((self.world_size, len(FIELDS)), np.float32), np.zeros(self.world_size, np.bool_), now_s
             )
+        if not kept.values.flags.writeable:
+            kept.values = kept.values.copy()
         kept.values[ranks] = values
         kept.is_told[ranks] = True
         kept.is_whole = bool(kept.is_told.all())
@@ -199,7 +205,7 @@ class StepAlignment:
 
 
 def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
-    columns = values.T.astype(np.float64, order="C")
+    columns = np.ascontiguousarray(values.T)
 
     def column(name: str) -> Floats | None:
         found = columns[AT[name]]

@@ -96,7 +96,6 @@ class Chart:
         self.members = np.full((len(groups), width), -1, dtype=np.intp)
         for row, group in zip(self.members, groups, strict=True):
             row[: len(group)] = group
-        self.ranks = self.members[self.members >= 0]
         self.sizes = np.array([len(g) for g in groups])
         self._warm = config.warm_steps if warm_steps is None else warm_steps
         self._learn = config.learn_steps if learn_steps is None else learn_steps

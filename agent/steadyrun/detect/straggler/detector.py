@@ -140,6 +140,7 @@ class Detector:
         self._bursts = np.zeros(world_size, np.int64)
         self._burst_lost_s = np.zeros(world_size)
         self._was_burst = np.zeros(world_size, np.bool_)
+        self._bursting: dict[int, NDArray[np.intp] | None] = {}  # by chart, whose step was one just now
         self._is_device = False
         self._has_work = False  # times are then not comparable as they are
         self.elapsed_s = 0.0
@@ -264,15 +265,18 @@ class Detector:
             if not chart.is_ready:
                 continue
             high = chart.residual > np.maximum(BURST, BURST_SCALES * chart.scale)  # False for NaN, and where nobody is
-            rows, columns = np.nonzero(high)
-            if not len(rows) and not self._was_burst.any():
+            at = np.flatnonzero(high)
+            before = self._bursting.get(id(chart))
+            if not len(at) and before is None:
                 continue
-            ranks = chart.members[rows, columns]
+            ranks = chart.members.ravel()[at]
             lasting = self._was_burst[ranks]
             self._bursts[ranks[~lasting]] += 1
-            self._burst_lost_s[ranks] += step_s * -np.expm1(-chart.residual[rows, columns])
-            self._was_burst[chart.ranks] = False
+            self._burst_lost_s[ranks] += step_s * -np.expm1(-chart.residual.ravel()[at])
+            if before is not None:
+                self._was_burst[before] = False
             self._was_burst[ranks] = True
+            self._bursting[id(chart)] = ranks if len(ranks) else None
 
     # -- alarms --------------------------------------------------------------------------------------------------------
     def _new_alarms(self, step: int) -> list[Alarm]:
