@@ -21,7 +21,9 @@ class Journal:
     Every record has ``v`` (version), ``type``, ``at_unix_s``, ``at_s`` (CLOCK_MONOTONIC), ``node``, ``attempt``.
     Types written by the agent: run_started, attempt_started, rank_started, rank_attached, steps (per rank: newest step,
     step times since the last record), sections (per rank: durations since the last record), rank_exited, suspicion,
-    incident, attempt_ended, standby, signal, sweep, run_ended.
+    incident, attempt_ended, standby, signal, sweep, run_ended; metrics (where they are served), device_sources (what is
+    watched below the ranks), device_event (of the kernel or a GPU), device_health (a collector's, when it changes),
+    checkpoint_loaded.
 
     Args:
         listener: hears each record as it is written, or would be were there space on the disk.
