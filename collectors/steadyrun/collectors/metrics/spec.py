@@ -163,7 +163,8 @@ TIME_PHASES: Final = (
     "other",  # OTHER
 )
 TRIGGERS: Final = (
-    "exit", "hang", "stopped", "node_lost", "start_up", "corruption", "straggler", "membership", "rollback", "other",
+    "exit", "hang", "stopped", "node_lost", "start_up", "corruption", "straggler", "membership", "rollback",
+    "node_check", "other",
 )  # fmt: skip
 RESTART_PHASES: Final = ("stop", "rendezvous", "start", "first_step")
 EXIT_REASONS: Final = ("ok", "error", "signal", "stopped_by_agent")
