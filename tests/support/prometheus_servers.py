@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import select
+import shutil
 import subprocess
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import yaml
 from jobs import free_port
 from prometheus_tools import tool
@@ -25,6 +27,7 @@ from steadyrun.ctl.monitoring.querying import Prometheus, PrometheusError
 T = TypeVar("T")
 SCRAPE_S = 2
 READY_S = 60.0
+TEMPLATES = Path("/usr/share/prometheus/alertmanager/default.tmpl")
 POLL_S = 0.1
 
 
@@ -143,7 +146,7 @@ class Servers:
                 hook["url"] = f"http://127.0.0.1:{self.receiver.port}/{receiver['name']}"
             (self.folder / "alertmanager.yaml").write_text(yaml.safe_dump(example))
             self._run(
-                tool("alertmanager", "prometheus-alertmanager"),
+                *_with_templates(tool("alertmanager", "prometheus-alertmanager")),
                 f"--config.file={self.folder}/alertmanager.yaml",
                 f"--storage.path={self.folder}/manager",
                 f"--web.listen-address=127.0.0.1:{manager}",
@@ -159,7 +162,7 @@ class Servers:
         wait_for(lambda: self.prometheus.ask("query", query="vector(1)"), READY_S, "Prometheus is ready", self.logs)
 
     def _run(self, *command: str) -> None:
-        log = self.folder / f"{Path(command[0]).name}.log"
+        log = self.folder / f"{len(self._processes)}.log"
         with log.open("wb") as out:
             self._processes.append(subprocess.Popen(command, stdout=out, stderr=out, cwd=self.folder, env=_clean_env()))
 
@@ -187,6 +190,18 @@ class Servers:
         for process in self._processes:
             process.wait(20)
         self.receiver.close()
+
+
+def _with_templates(program: str) -> list[str]:
+    """A command with Debian's Alertmanager: it reads its templates from a fixed path, where they are not when the
+    package is only unpacked; a mount of its own puts them there, for this process alone."""
+    unpacked = Path(program).resolve().parents[1] / "share"
+    if TEMPLATES.is_file() or not (unpacked / TEMPLATES.relative_to("/usr/share")).is_file():
+        return [program]
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip(f"Alertmanager's templates are not in {TEMPLATES.parent}, and only root can have them seem so")
+    mount = 'mount -t overlay overlay -o "lowerdir=$0:/usr/share" /usr/share && exec "$@"'
+    return ["unshare", "-m", "sh", "-c", mount, str(unpacked), program]
 
 
 def _clean_env() -> dict[str, str]:

@@ -21,8 +21,10 @@ class Journal:
     Every record has ``v`` (version), ``type``, ``at_unix_s``, ``at_s`` (CLOCK_MONOTONIC), ``node``, ``attempt``.
     Types written by the agent: run_started, attempt_started, rank_started, rank_attached, steps (per rank: newest step,
     times of steps and sections since the last record; of very many the newest, the longest and a sum), rank_exited,
-    suspicion, incident, attempt_ended, standby, signal, sweep, run_ended, integrity (event: checks, compared,
-    differing, at_rest, rewritten, found, in_vain, verified, rolled_back, note).
+    suspicion, incident, attempt_ended, standby, signal, sweep, run_ended; integrity (event: checks, compared,
+    differing, at_rest, rewritten, found, in_vain, verified, rolled_back, note); metrics (where they are served),
+    device_sources (what is watched below the ranks), device_event (of the kernel or a GPU), device_health (a
+    collector's, when it changes), checkpoint_loaded.
 
     Args:
         listener: hears each record as it is written, or would be were there space on the disk.

@@ -713,7 +713,7 @@ class Replaced:
 
 
 _CALIBRATED: Final = "limits come from observed times by `steadyctl calibrate-timeouts`, see --ft-timeouts"
-_NODE_CHECKS: Final = "`steadyctl doctor` checks a node, and incidents carry what its devices reported"
+_NODE_CHECKS: Final = "--ft-node-check checks a node before each attempt, its agent all the time, `steadyctl check` now"
 _LOGS: Final = "each attempt keeps its own log folder (--log-dir, -r, -t, or the run folder)"
 _ATTRIBUTION: Final = "each incident has its verdict.json, see `steadyctl show`"
 _MEMORY: Final = "a restart waits until every process of the attempt is gone, and the sweep reports what is left"

@@ -86,6 +86,7 @@ class _Parts:
     kernel: KernelCollector | None
     nvml: NvmlCollector | None
     nic: NicCollector
+    space: SpaceCollector
     registry: Registry
     early: tuple[KernelEvent, ...]  # in the log before the job began
 
@@ -176,17 +177,17 @@ class Devices:
             env = {k: v for k, v in os.environ.items() if k != MARKER_NAME}
             nvml = NvmlCollector(NvmlProber(env=env), plan.root)
         nic = NicCollector(plan.root)
-        shm = plan.root / "dev/shm"
+        space = SpaceCollector(plan.folders, plan.root / "dev/shm")
         collectors: list[Collector] = [
             *([kernel] if kernel is not None else []),
             *([nvml] if nvml is not None else []),
             nic,
             MemoryCollector(plan.root),
             PressureCollector(plan.root),
-            SpaceCollector(plan.folders, shm),
+            space,
             ProcessCollector(os.getpid(), proc=plan.root / "proc"),
         ]
-        parts = _Parts(kernel, nvml, nic, Registry(collectors), early)
+        parts = _Parts(kernel, nvml, nic, space, Registry(collectors), early)
         with self._lock:  # so that ``close`` comes before all threads or after
             if self._is_closed:
                 parts.registry.close()
@@ -303,6 +304,11 @@ class Devices:
                 return rank
         users = [rank for rank, device in self._of_ranks.items() if gpu is not None and device.index == gpu]
         return users[0] if len(users) == 1 else None
+
+    def watch_folder(self, label: str, path: Path) -> None:
+        """The job writes there, too."""
+        if self._parts is not None:
+            self._parts.space.watch(Folder(label, path))
 
     # -- the loop's turns ----------------------------------------------------------------------------------------------
     def take_ranks(self, processes: Mapping[int, RankProcess]) -> None:

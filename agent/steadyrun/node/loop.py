@@ -362,6 +362,11 @@ class NodeAgent:
         self._started_unix_s = clock.unix_s()
         self._live_path = spec.run_folder.state / f"{spec.node}.json"
 
+    @property
+    def metrics(self) -> NodeMetrics:
+        """What this node exports."""
+        return self._metrics
+
     # -- the loop ----------------------------------------------------------------------------------------------------
     def run(self) -> Outcome:
         """Join, run, restart and end. Raises only for faults of our own; ranks are then ended first."""
@@ -473,6 +478,8 @@ class NodeAgent:
 
     def _on_saver_record(self, type_: str, **fields: Any) -> None:
         self._record(type_, **fields)
+        if type_ == "checkpoint_started" and self._devices is not None and isinstance(fields.get("path"), str):
+            self._devices.watch_folder("checkpoints", Path(fields["path"]).parent)
         if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
             self._desk.saved(fields["step"])
             self._integrity.on_checkpoint(type_, fields["step"], str(fields.get("path") or ""))

@@ -191,6 +191,11 @@ class NodeMetrics:
                 for ok in came:
                     self.values.add("dumps_total", 1, kind, "ok" if ok else "missing")
 
+    def take_torch(self, name: str, value: float) -> None:
+        """What torch's elastic package put under a name; any thread."""
+        with self._lock:
+            self.values.set("torchelastic_metric", value, name)
+
     def take_gpus(self, gpus: Mapping[int, str]) -> None:
         """Which GPU each rank uses, by rank."""
         with self._lock:

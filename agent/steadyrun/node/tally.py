@@ -67,7 +67,7 @@ class Tally:
             "checkpoint_in_memory": self._in_memory,
             "checkpoint_restored": self._restored,
             "checkpoint_loaded": self._loaded,
-            "replicas_compared": self._compared,
+            "integrity": self._integrity,
             "run_ended": self._ended,
         }
         for name in ("last_incident_timestamp_seconds", "last_restart_timestamp_seconds", "job_nodes_excluded"):
@@ -200,8 +200,22 @@ class Tally:
         self._values.replace("straggler_flagged", dict.fromkeys(slow, 1.0))
         self._values.replace("straggler_slowdown_ratio", slow)
 
-    def _compared(self, record: Mapping[str, Any]) -> None:
-        self._values.add("sdc_checks_total", 1, str(record["result"]))
+    def _integrity(self, record: Mapping[str, Any]) -> None:
+        """Comparisons of replicas: what agreed is told in sums, what differed one by one."""
+        event = record["event"]
+        if event == "compared":
+            self._values.add("sdc_checks_total", float(record["agreed"]), "match")
+        elif event in ("differing", "at_rest"):
+            self._values.add("sdc_checks_total", 1, "mismatch")
+        elif event == "in_vain":
+            self._values.add("sdc_checks_total", 1, "error")
+        elif event == "found":
+            self._values.replace("sdc_suspect", {(str(int(rank)),): 1.0 for rank in record["ranks"]})
+        else:
+            if event == "checks":
+                costs = [float(r["cost_s"]) / float(r["checks"]) for r in record["ranks"].values() if r["checks"]]
+                self._values.set("sdc_last_check_duration_seconds", max(costs, default=0.0))
+            return
         self._values.set("sdc_last_check_timestamp_seconds", record["at_unix_s"])
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

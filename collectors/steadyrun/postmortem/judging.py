@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -52,6 +52,13 @@ def outcome_of_report(report: Report) -> Outcome:
     return Outcome.VERDICT if main.confidence >= DECIDED else Outcome.UNDECIDED
 
 
+def _device_moments(evidence: Evidence) -> Iterator[Moment]:
+    """What devices told, for the page's timeline."""
+    for e in evidence.devices:
+        text = e.meaning if e.event == "state" else f"{e.title}: {e.meaning}"
+        yield Moment(e.at_unix_s, "device", text, e.rank, e.node)
+
+
 def report_of_incident(
     verdict: Verdict,
     evidence: Evidence,
@@ -65,7 +72,7 @@ def report_of_incident(
     case = Case(
         evidence=evidence,
         inputs=tuple(inputs),
-        moments=tuple(moments),
+        moments=(*moments, *_device_moments(evidence)),
         unix_minus_mono_s=unix_minus_mono_s,
         title=f"incident {verdict.incident} of run {verdict.run_id}",
     )

@@ -33,7 +33,7 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.metrics import initialize_metrics
-from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.metrics.api import MetricData, MetricHandler, MetricsConfig, configure
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -656,6 +656,7 @@ class SteadyAgent(LocalElasticAgent):
                 tailer,
                 _say,
             )
+            configure(_TorchMetrics(agent.metrics.take_torch), "torchelastic")
             try:
                 outcome = agent.run()
             finally:
@@ -719,6 +720,16 @@ def _rollback(settings: Settings, run_id: str) -> Mapping[str, Any] | None:
     text = ",".join([run_id, str(to), *(f"{first}:{end}" for first, end in skipped)])
     known = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return {"to": to, "skip_batches": [list(r) for r in skipped], "id": known}
+
+
+class _TorchMetrics(MetricHandler):
+    """Hands on what torch's own package measures: durations of its rendezvous, mostly."""
+
+    def __init__(self, take: Callable[[str, float], None]) -> None:
+        self._take = take
+
+    def emit(self, metric_data: MetricData) -> None:
+        self._take(str(metric_data.name), float(metric_data.value))
 
 
 def _exporter_plan(settings: Settings) -> ExporterPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_every_alert_fires_and_stays_silent_just_below(rules: tuple[Path, Path],
         files.append(file)
     assert len(files) == len(ALERTS)
     check(promtool, "test", "rules", *files, limit_s=120.0)
+
+
+def test_an_xid_of_a_gpu_that_nobody_knew_fires_for_as_long_as_any_other(tmp_path: Path) -> None:
+    promtool = tool("promtool")
+    known = next(c for c in CASES if c.alert == "GpuXidHardware")
+    (series,) = known.fires
+    born = replace(known, fires={series: "_x6 1x60"})
+    rule, file = tmp_path / "alerts.yaml", tmp_path / "tests.yaml"
+    rule.write_text(alerts_yaml([BY_NAME[known.alert]]))
+    wanted = {"rule_files": [str(rule)], "evaluation_interval": "1m", "tests": _promtool_tests(born)[:1]}
+    file.write_text(yaml.safe_dump(wanted, sort_keys=False))
+    check(promtool, "test", "rules", file)
 
 
 def test_a_counter_that_is_born_at_one_is_not_seen(rules: tuple[Path, Path], tmp_path: Path) -> None:

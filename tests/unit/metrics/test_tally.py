@@ -142,3 +142,16 @@ def test_a_strange_record_is_passed_over(run: Run) -> None:
     run.tell("no_such_type", 1001.0)
     run.tell("phase", 1002.0, phase="running")
     assert run.get("job_state", "running") == 1.0
+
+
+def test_comparisons_of_replicas(run: Run) -> None:
+    run.tell("integrity", 1100.0, event="compared", checks=5, agreed=5)
+    run.tell("integrity", 1101.0, event="note", text="")
+    run.tell("integrity", 1102.0, event="differing", step=9)
+    run.tell("integrity", 1103.0, event="found", ranks=[2])
+    run.tell("integrity", 1104.0, event="checks", ranks={"0": {"cost_s": 0.2, "checks": 10}, "1": {"checks": 0}})
+    assert run.get("sdc_last_check_duration_seconds") == 0.02
+    assert run.get("sdc_checks_total", "match") == 5.0
+    assert run.get("sdc_checks_total", "mismatch") == 1.0
+    assert run.get("sdc_suspect", "2") == 1.0
+    assert run.get("sdc_last_check_timestamp_seconds") == 5103.0

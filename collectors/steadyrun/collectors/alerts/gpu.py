@@ -14,6 +14,15 @@ _CHECK: Final = "`steadyctl check NODE`."
 _LOG: Final = "On the node: `dmesg | steadyctl read-kernel-log -`."
 _LEAVE_OUT: Final = "Leave out the node, then reboot it; have the GPU inspected when it comes again."
 
+
+def _grown(by: str, which: str) -> str:
+    """Xids of the last 15 minutes. Where the driver's library is missing, GPUs are not known before their first Xid:
+    their counters are born with it, which ``increase`` does not see."""
+    count = f"steadyrun_gpu_xid_errors_total{{{which}}}"
+    born = f"sum by ({by}) ({count}) > 0 unless sum by ({by}) ({count} offset 15m)"
+    return f"(sum by ({by}) (increase({count}[15m])) > 0) or ({born})"
+
+
 GPU_ALERTS: Final[tuple[Alert, ...]] = (
     Alert(
         name="GpuLost",
@@ -42,10 +51,7 @@ GPU_ALERTS: Final[tuple[Alert, ...]] = (
         name="GpuXidHardware",
         group=_GROUP,
         severity=Severity.CRITICAL,
-        expr=(
-            "sum by (run_id, instance, gpu, class) "
-            '(increase(steadyrun_gpu_xid_errors_total{class=~"reset|reboot|hardware|fabric|unknown"}[15m])) > 0'
-        ),
+        expr=_grown("run_id, instance, gpu, class", 'class=~"reset|reboot|hardware|fabric|unknown"'),
         summary="A GPU reported an Xid that the program does not cause.",
         description=f"{_WHO}: Xid of class {{{{ $labels.class }}}}.",
         meaning=(
@@ -59,7 +65,7 @@ GPU_ALERTS: Final[tuple[Alert, ...]] = (
         name="GpuXidApplication",
         group=_GROUP,
         severity=Severity.INFO,
-        expr='sum by (run_id, instance, gpu) (increase(steadyrun_gpu_xid_errors_total{class="app"}[15m])) > 0',
+        expr=_grown("run_id, instance, gpu", 'class="app"'),
         summary="The job made a GPU report an Xid.",
         description=f"{_WHO}: Xid of the application's class.",
         meaning="An illegal access or instruction of a kernel. Nearly always the program; rarely memory that fails.",

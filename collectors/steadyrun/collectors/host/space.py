@@ -106,6 +106,10 @@ class SpaceCollector:
             self._folders.append(Folder("shm", shm, is_shm=True))
         self._waiting: dict[str, _Question] = {}
 
+    def watch(self, folder: Folder) -> None:
+        """From the next check on, in place of the folder of that label; any thread."""
+        self._folders = [*(f for f in self._folders if f.label != folder.label), folder]
+
     def check(self) -> CheckResult:
         """Look now; waits for the slowest folder, no longer than its limit."""
         questions = [self._question(folder) for folder in self._folders]

@@ -163,7 +163,8 @@ TIME_PHASES: Final = (
     "other",  # OTHER
 )
 TRIGGERS: Final = (
-    "exit", "hang", "stopped", "node_lost", "start_up", "corruption", "straggler", "membership", "rollback", "other",
+    "exit", "hang", "stopped", "node_lost", "start_up", "corruption", "straggler", "membership", "rollback",
+    "node_check", "other",
 )  # fmt: skip
 RESTART_PHASES: Final = ("stop", "rendezvous", "start", "first_step")
 EXIT_REASONS: Final = ("ok", "error", "signal", "stopped_by_agent")
@@ -178,6 +179,9 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("agent_loop_lag_seconds", _G, _NODE,
            "The latest that the agent's loop was in the last minute", _S),
     Family("agent_cpu_seconds_total", _C, _NODE, "CPU time of the agent and of what it started beside ranks", _S),
+    Family("torchelastic_metric", _G, _NODE,
+           "Newest value that torch's elastic package put under a name in the launcher (put_metric)",
+           labels=(Label("name"),)),
     Family("journal_records_lost_total", _C, _NODE, "Records that could not be written to the journal"),
     Family("collector_up", _G, _NODE, "1 when the collector could look the last time, 0 when it could not or is stuck",
            _BOOL, (Label("collector"),)),
@@ -262,7 +266,8 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("sdc_checks_total", _C, _LEADER, "Comparisons of replicas by outcome",
            labels=(Label("result", ("match", "mismatch", "error")),)),
     Family("sdc_last_check_timestamp_seconds", _G, _LEADER, "When replicas were last compared; 0 for never", _AT),
-    Family("sdc_last_check_duration_seconds", _G, _LEADER, "Time that the newest comparison blocked training", _S),
+    Family("sdc_last_check_duration_seconds", _G, _LEADER,
+           "Time that a comparison takes from training, in the mean of the attempt", _S),
     Family("sdc_suspect", _G, _LEADER, "1 for a rank whose replica was wrong; absent for others", _BOOL,
            (_RANK_LABEL,)),
     # -- checkpoints ----------------------------------------------------------------------------------------------

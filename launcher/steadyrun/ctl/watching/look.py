@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from steadyrun.core.board import Board
 from steadyrun.core.errors import BoardError
 from steadyrun.core.records import to_json
 from steadyrun.core.runfolder import RunFolder
-from steadyrun.ctl.runs import live_nodes
+from steadyrun.ctl.runs import LiveNode, live_nodes
 from steadyrun.ctl.snapshot import NodeLook, RankLook, RunLook, is_overdue, look_at
 from steadyrun.ctl.watching.follow import PACE_STEPS, JournalFollower
 
@@ -27,6 +28,7 @@ FEWEST_PEERS: Final = 2
 MOST_ROLE_BYTES: Final = 1 << 16
 LATE_RATIO: Final = 5.0  # of a usual step: longer without progress than that is worth a look
 LATE_LEAST_S: Final = 2.0
+ROLES_S: Final = 10.0  # how often it is looked for roles that are not told yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class RunWatcher:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._journals = JournalFollower(run)
-        self._roles: dict[tuple[int, int], str | None] = {}
+        self._roles: dict[tuple[int, int], str] = {}  # by attempt and rank; who has the same can be compared
+        self._next_roles_s = -math.inf
         self._host = socket.gethostname()
 
     def look(self, now_s: float | None = None, now_unix_s: float | None = None) -> TopLook:
@@ -159,8 +162,12 @@ class RunWatcher:
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
         self._journals.poll()
         run = look_at(self._run, now_s, now_unix_s, self._journals.log())
-        told = {live.node: live.data for live in live_nodes(self._run)}
-        works = self._works(run.nodes)
+        lives = live_nodes(self._run)
+        told = {live.node: live.data for live in lives}
+        works = self._works(run.nodes, lives)
+        if now_s >= self._next_roles_s:
+            self._next_roles_s = now_s + ROLES_S
+            self._read_roles(run.nodes)
         scores = self._scores(run.nodes, works)
         slow = self._journals.slow
         nodes = []
@@ -245,7 +252,7 @@ class RunWatcher:
         return out
 
     # -- pace ----------------------------------------------------------------------------------------------------------
-    def _works(self, nodes: Sequence[NodeLook]) -> dict[int, float]:
+    def _works(self, nodes: Sequence[NodeLook], lives: Sequence[LiveNode]) -> dict[int, float]:
         """Own work per step of each rank: from its board where that is here, else from the journals."""
         out: dict[int, float] = {}
         for node in nodes:
@@ -253,7 +260,7 @@ class RunWatcher:
                 pace = self._journals.paces.get(rank.rank)
                 if pace is not None and pace.attempt == node.attempt and pace.work_s:
                     out[rank.rank] = median(pace.work_s)
-        for live in live_nodes(self._run):
+        for live in lives:
             if live.board is None or not live.board.exists():
                 continue
             try:
@@ -278,7 +285,7 @@ class RunWatcher:
         for node in nodes:
             for rank in node.ranks:
                 if rank.rank in works:
-                    groups.setdefault(self._role(node.attempt, rank.rank), []).append(rank.rank)
+                    groups.setdefault(self._roles.get((node.attempt, rank.rank)), []).append(rank.rank)
         out: dict[int, float] = {}
         for ranks in groups.values():
             if len(ranks) > FEWEST_PEERS:
@@ -286,12 +293,14 @@ class RunWatcher:
                 out |= {r: works[r] / usual for r in ranks if usual > 0}
         return out
 
-    def _role(self, attempt: int, rank: int) -> str | None:
-        """Ranks with the same can be compared; None while it is not told."""
-        key = (attempt, rank)
-        if self._roles.get(key) is None:
-            self._roles[key] = _read_role(self._run.rank_dir(attempt, rank) / "role.json")
-        return self._roles[key]
+    def _read_roles(self, nodes: Sequence[NodeLook]) -> None:
+        for node in nodes:
+            for rank in node.ranks:
+                key = (node.attempt, rank.rank)
+                if key not in self._roles:
+                    role = _read_role(self._run.rank_dir(*key) / "role.json")
+                    if role is not None:
+                        self._roles[key] = role
 
 
 def _read_role(path: Path) -> str | None:
