@@ -168,6 +168,11 @@ class Integrity:
     def is_on(self) -> bool:
         return not self._is_off and self._generation > 0
 
+    @property
+    def watched(self) -> tuple[Comparison, ...]:
+        """What is hashed."""
+        return self._sources
+
     def call_before_check(self, call: Callable[[], None]) -> None:
         """Call before the newest step, or the next one if that is over, is looked at: for a fault in an update."""
         self._before_check.append(call)
