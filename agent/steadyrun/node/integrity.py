@@ -328,12 +328,12 @@ class Integrity:
         if not isinstance(told, Mapping):
             return
         try:
-            adopted = {"to": int(told["to"]), "skip_batches": [], "id": str(told["id"])}
+            to, name = int(told["to"]), str(told["id"])
         except (KeyError, TypeError, ValueError):
             return
-        if adopted != self._rollback:
-            self._rollback = adopted
-            self._safe.went_back(adopted["to"])
+        if self._rollback is None or self._rollback["id"] != name:
+            self._rollback = {"to": to, "skip_batches": [], "id": name}
+            self._safe.went_back(to)
 
     # -- this node's ranks ---------------------------------------------------------------------------------------------
     def _look(self, place: RankPlace, words: IntegrityWords, now_s: float) -> None:
