@@ -83,6 +83,10 @@ class KnownCause(Protocol):
     def findings(self) -> Sequence[Finding]: ...
     @property
     def details(self) -> Mapping[str, Any]: ...
+    @property
+    def to(self) -> int:
+        """The step to go back to: what was saved later does not count."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +418,8 @@ class IncidentDesk:
         findings = judgement.findings
         kinds = [kind_of(f.cls, signs_of(evidence, f)) for f in findings]
         outcome = self._outcome(evidence, findings, kinds, progress)
+        if known is not None and outcome.checkpoint_step is not None:
+            outcome = replace(outcome, checkpoint_step=min(outcome.checkpoint_step, known.to))
         after = history.with_outcome(outcome)
         notes: list[str] = []
         situation = Situation()

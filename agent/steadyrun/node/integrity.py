@@ -163,6 +163,8 @@ class Integrity:
         self._places: dict[int, RankPlace] = {}
         self._words: dict[int, IntegrityWords] = {}
         self._steps: dict[int, int] = {}
+        self._trained_s: dict[int, float] = {}  # by rank: from its first step to its newest
+        self._cost_line = ""
         self._outbox, self._inbox = RootsOutbox(), RootsInbox()
         self._untold: list[Told] = []
         self._facts = RootsFacts(node)
@@ -202,15 +204,20 @@ class Integrity:
                 self._record_compared(turn)
             if any(r.checks for r in self._ranks.values()):
                 self._record_checks()
+                self._cost_line = self._cost_words()
         for rank in self._ranks.values():
             rank.close()
         self._ranks.clear()
         self._places.clear()
         self._words.clear()
         self._steps.clear()
+        self._trained_s.clear()
 
     def close(self) -> None:
+        """The run is over."""
         self.end_attempt()
+        if self._cost_line:
+            self._say(f"steadyrun: {self._cost_line}")
 
     # -- what the loop tells -------------------------------------------------------------------------------------------
     def sample(
@@ -236,6 +243,8 @@ class Integrity:
             view = views.get(place.rank)
             if view is not None and view.step is not None:
                 self._steps[place.rank] = view.step
+            if view is not None and view.step_at_s is not None and view.first_step_s is not None:
+                self._trained_s[place.rank] = view.step_at_s - view.first_step_s
         self._look_at_facts(turn)
         if turn.is_leader:
             untold, self._untold = self._untold, []
@@ -319,12 +328,12 @@ class Integrity:
         if not isinstance(told, Mapping):
             return
         try:
-            adopted = {"to": int(told["to"]), "skip_batches": [], "id": str(told["id"])}
+            to, name = int(told["to"]), str(told["id"])
         except (KeyError, TypeError, ValueError):
             return
-        if adopted != self._rollback:
-            self._rollback = adopted
-            self._safe.went_back(adopted["to"])
+        if self._rollback is None or self._rollback["id"] != name:
+            self._rollback = {"to": to, "skip_batches": [], "id": name}
+            self._safe.went_back(to)
 
     # -- this node's ranks ---------------------------------------------------------------------------------------------
     def _look(self, place: RankPlace, words: IntegrityWords, now_s: float) -> None:
@@ -666,12 +675,31 @@ class Integrity:
                 "interval": self._words[rank].interval,
                 "cost_s": round(self._words[rank].cost_s, 6),
                 "step_s": round(self._words[rank].step_s, 6),
+                "trained_s": round(self._trained_s.get(rank, 0.0), 3),
                 "tensors": roots.tensors,
                 "size_bytes": roots.size_bytes,
             }
             for rank, roots in sorted(self._ranks.items())
         }
         self._record("integrity", event="checks", ranks=ranks)
+
+    def _cost_words(self) -> str:
+        """What checks took of the training of the attempt, on the rank of this node that they took most of."""
+        shares = {
+            rank: self._words[rank].cost_s / trained_s
+            for rank, trained_s in self._trained_s.items()
+            if trained_s > 0 and self._ranks[rank].checks
+        }
+        if not shares:
+            return ""
+        rank = max(shares, key=shares.__getitem__)
+        roots = self._ranks[rank]
+        each_ms = 1000 * self._words[rank].cost_s / roots.checks
+        size = f"{roots.tensors} tensors, {roots.size_bytes / 2**20:.1f} MiB"
+        return (
+            f"checks of bytes took {100 * shares[rank]:.3f} % of training on rank {rank} "
+            f"({roots.checks} checks of {size}, {each_ms:.2f} ms each; --ft-sdc)"
+        )
 
 
 def _packed(number: int, ask: Ask) -> dict[str, Any]:

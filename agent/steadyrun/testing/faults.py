@@ -41,7 +41,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -582,6 +582,7 @@ def _moment(fault: Fault, last: int | None) -> str:
 class Checks(Protocol):
     """What checks the bytes that the rank holds: a fault lies before or after its look at the step."""
 
+    def watched(self) -> Sequence[Any]: ...
     def call_before_check(self, call: Callable[[], None]) -> None: ...
     def call_after_check(self, call: Callable[[], None]) -> None: ...
 
@@ -969,11 +970,12 @@ def _wrong_bit(strike: _Strike) -> None:
         strike.note(tensor=done.tensor, element=done.element, bit=done.bit, before=before, after=after)
 
     def strike_now() -> None:
+        watched = () if strike.checks is None else strike.checks.watched()
         try:
             if options["target"] == "grad":
-                flip_gradient(tensor, element, bit, seed, tell)
+                flip_gradient(tensor, element, bit, seed, tell, watched)
             else:
-                tell(flip(options["target"], tensor, element, bit, seed))
+                tell(flip(options["target"], tensor, element, bit, seed, watched))
         except CannotFlipError as e:
             strike.say(f"NOT injected: {e}")
             strike.note(refused=str(e))

@@ -8,12 +8,15 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from steadyrun.watch.calls import find_roots
 from steadyrun.watch.integrity import named
+
+if TYPE_CHECKING:
+    from steadyrun.integrity.groups import Comparison
 
 __all__ = ["TARGETS", "CannotFlipError", "Flipped", "flip", "flip_gradient"]
 
@@ -41,19 +44,34 @@ class Flipped:
     after: int
 
 
-def flip(target: str, name: str | None, element: int | None, bit: int | None, seed: str) -> Flipped:
+def flip(
+    target: str,
+    name: str | None,
+    element: int | None,
+    bit: int | None,
+    seed: str,
+    watched: Sequence[Comparison] = (),
+) -> Flipped:
     """Flip one bit of a parameter or of an optimizer's state; what is None is drawn from *seed*.
+
+    Args:
+        watched: what there is; without it the model is looked for.
 
     Raises:
         CannotFlipError: there is no such tensor, element or bit.
     """
-    held = _held(target)
+    held = _held(target, watched)
     chosen = _chosen(held, name, target, seed)
     return _flip(held[chosen], chosen, element, bit, seed)
 
 
 def flip_gradient(
-    name: str | None, element: int | None, bit: int | None, seed: str, tell: Callable[[Flipped], None]
+    name: str | None,
+    element: int | None,
+    bit: int | None,
+    seed: str,
+    tell: Callable[[Flipped], None],
+    watched: Sequence[Comparison] = (),
 ) -> str:
     """Flip one bit of the next gradient that this rank computes of a parameter, before it is reduced over ranks.
 
@@ -63,7 +81,7 @@ def flip_gradient(
     Raises:
         CannotFlipError: there is no such parameter, or its gradient is not the rank's own.
     """
-    held = {n: p for n, p in _held("param").items() if p.requires_grad and not hasattr(p, "placements")}
+    held = {n: p for n, p in _held("param", watched).items() if p.requires_grad and not hasattr(p, "placements")}
     if not held:
         raise CannotFlipError("no parameter whose gradient a hook sees before it is reduced (sharded ones are none)")
     chosen = _chosen(held, name, "param", seed)
@@ -81,22 +99,27 @@ def flip_gradient(
     return chosen
 
 
-def _held(target: str) -> dict[str, Any]:
-    torch = sys.modules.get("torch")
-    if torch is None:
+def _held(target: str, watched: Sequence[Comparison]) -> dict[str, Any]:
+    if "torch" not in sys.modules:
         raise CannotFlipError("the script has not imported torch")
-    from steadyrun.integrity.groups import Kind, World, plan
+    from steadyrun.integrity.groups import Kind
 
+    kinds = (Kind.OPTIMIZER, Kind.MASTER) if target == "optim" else (Kind.PARAMETER,)
+    read = [(c.name, c.read()) for c in watched or _found() if c.kind in kinds]
+    return {name: tensor for name, tensor in read if tensor is not None}
+
+
+def _found() -> Sequence[Comparison]:
+    """What the optimizers of this process update, when nobody has looked for it yet."""
+    from steadyrun.integrity.groups import World, plan
+
+    torch = sys.modules["torch"]
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer) and o.param_groups]
     models = find_roots(optimizers)
     if not models:
         raise CannotFlipError("no model was found: no module that holds what an optimizer updates")
-    distributed = torch.distributed
-    is_alone = not distributed.is_available() or not distributed.is_initialized()
-    found = plan(named(models, optimizers), optimizers, World(0, 1) if is_alone else None)
-    kinds = (Kind.OPTIMIZER, Kind.MASTER) if target == "optim" else (Kind.PARAMETER,)
-    read = [(c.name, c.read()) for c in found if c.kind in kinds]
-    return {name: tensor for name, tensor in read if tensor is not None}
+    is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    return plan(named(models, optimizers), optimizers, World(0, 1) if is_alone else None)
 
 
 def _chosen(held: dict[str, Any], name: str | None, target: str, seed: str) -> str:

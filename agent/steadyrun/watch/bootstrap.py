@@ -33,7 +33,7 @@ from steadyrun.watch.uncaught import ExceptionRecorder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from steadyrun.watch.integrity import Integrity
@@ -216,6 +216,9 @@ class _Observers:
         os.register_at_fork(after_in_child=integrity.forked)
         watch._activate_integrity(integrity)
         self.integrity = integrity
+
+    def watched(self) -> Sequence[Any]:
+        return () if self.integrity is None else self.integrity.watched
 
     def call_before_check(self, call: Callable[[], None]) -> None:
         if self.integrity is None or not self.integrity.is_on:

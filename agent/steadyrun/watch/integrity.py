@@ -168,6 +168,11 @@ class Integrity:
     def is_on(self) -> bool:
         return not self._is_off and self._generation > 0
 
+    @property
+    def watched(self) -> tuple[Comparison, ...]:
+        """What is hashed."""
+        return self._sources
+
     def call_before_check(self, call: Callable[[], None]) -> None:
         """Call before the newest step, or the next one if that is over, is looked at: for a fault in an update."""
         self._before_check.append(call)
@@ -188,6 +193,7 @@ class Integrity:
         if not self._thread:
             self._thread = get_ident()
         if get_ident() != self._thread:
+            self._checked_step = None  # what it updates rests no more
             return
         if id(optimizer) in self._open:  # its last step has raised
             del self._open[self._open.index(id(optimizer)) :]
@@ -195,7 +201,10 @@ class Integrity:
         if len(self._open) > 1:
             return
         try:
-            if not self._is_update(optimizer, sys._getframe(1)):
+            if is_initialisation(optimizer, sys._getframe(1)):
+                return
+            if not self._is_between():
+                self._checked_step = None
                 return
             if not self._generation:
                 self._begin(optimizer)
@@ -214,8 +223,8 @@ class Integrity:
             del self._open[self._open.index(id(optimizer)) :]
         if self._open or self._marks.has_explicit_steps():
             return
-        if self._task() != -1:
-            self._words[self._base + S_HASH_STATE] = _OFF
+        if not self._is_between():
+            self._words[self._base + S_HASH_STATE] = _ON if self._generation else _OFF
             return
         step = self._marks.last_step()
         if step is not None and step != self._last_step:
@@ -243,11 +252,12 @@ class Integrity:
         except Exception as e:
             self._fail(e)
 
-    def _is_update(self, optimizer: Any, frame: Any) -> bool:
-        if is_initialisation(optimizer, frame):
+    def _is_between(self) -> bool:
+        """Nothing that is going on would take a check for its own, or make it one of half an update."""
+        if self._task() != -1:  # in a backward, with an optimizer per parameter, others have updated or have not
             return False
-        # In a backward (one optimizer per parameter) others have updated already, or have not: no moment of a step.
-        return self._task() == -1
+        cuda = getattr(sys.modules["torch"], "cuda", None)
+        return cuda is None or not cuda.is_initialized() or not cuda.is_current_stream_capturing()
 
     def _rest_ends(self) -> None:
         """All that was there after the last check must be as it was."""
@@ -291,7 +301,7 @@ class Integrity:
         torch = sys.modules["torch"]
         self._is_compiling = torch.compiler.is_compiling
         self._task = getattr(torch._C, "_current_graph_task_id", self._task)
-        if self._task() != -1:
+        if not self._is_between():
             return
         self._note(optimizer)
         self._renew()

@@ -67,11 +67,9 @@ class _Rank:
 
     @property
     def share(self) -> float | None:
-        """Of the time of training that checks take at the present interval."""
-        checks, step_s, interval = self.number("checks"), self.number("step_s"), self.number("interval")
-        if not (checks and step_s and interval):
-            return None
-        return 2 * self.number("cost_s") / checks / (interval * step_s)
+        """Of the time of training in the attempt that checks took; None: not known."""
+        trained_s = self.number("trained_s")
+        return self.number("cost_s") / trained_s if trained_s > 0 else None
 
 
 @dataclass(slots=True)
