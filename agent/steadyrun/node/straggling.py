@@ -399,8 +399,9 @@ def read_place(path: Path) -> tuple[Role | None, str]:
             told = json.loads(f.read(MOST_ROLE_BYTES))
         mesh = told.get("mesh") or {}
         key = told["key"]
-        name = told.get("name") or " ".join(f"{k}={v}" for k, v in mesh.items() if [k, v] in key)
-        replica = " ".join(f"{k}={v}" for k, v in mesh.items() if [k, v] not in key)
+        name = told.get("name") or " ".join(f"{k}={v}" for k, v in mesh.items() if k != "dp")
+        is_by_name = all(isinstance(part, list) for part in key)  # else nobody knows which coordinates it has
+        replica = " ".join(f"{k}={v}" for k, v in mesh.items() if [k, v] not in key) if is_by_name else ""
         return role_of(name or "all", key), replica[:MOST_NAME]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, ""

@@ -85,6 +85,8 @@ def test_a_replica_is_what_a_rank_does_not_share_with_its_peers(tmp_path: Path) 
     path.write_text(json.dumps({"mesh": {"dp": 3, "pp": 1, "shard": 2}, "key": [["pp", 1]]}))
     role, replica = read_place(path)
     assert role is not None
-    assert (role.name, replica) == ("pp=1", "dp=3 shard=2")
+    assert (role.name, replica) == ("pp=1 shard=2", "dp=3 shard=2")
+    path.write_text(json.dumps({"mesh": {"dp": 3, "pp": 1}, "key": [1]}))
+    assert read_place(path)[1] == ""
     path.write_text(json.dumps({"mesh": 7, "key": []}))
     assert read_place(path) == (None, "")

@@ -26,7 +26,7 @@ def in_group(monkeypatch: pytest.MonkeyPatch) -> Any:
         distributed = SimpleNamespace(
             get_process_group_ranks=lambda group: list(group), get_world_size=lambda: 8, get_rank=lambda: rank
         )
-        monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
         return coordinates_among([*before, DistributedDataParallel(ranks)])
 
     return found
