@@ -194,7 +194,8 @@ def job() -> dict[str, Any]:
             "Ranks alive", "Ranks whose process lives.", "none", query("sum(steadyrun_rank_alive{RUN})"),
         ),
         number(
-            "Hung ranks", "Ranks beyond their limit: hung, or waiting for one that is.", "none", query("sum(steadyrun_rank_hung{RUN})"),
+            "Hung ranks", "Ranks beyond their limit: hung, or waiting for one that is.", "none",
+            query("sum(steadyrun_rank_hung{RUN})"),
             _BAD_FROM_1,
         ),
         number(
