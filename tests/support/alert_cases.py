@@ -153,7 +153,11 @@ CASES: Final[tuple[Case, ...]] = (
         true_at=15,
     ),
     _counter(
-        "HangsRepeated", f'steadyrun_hangs_total{{{NODE},kind="section"}}', "3 hangs of run r in 6 hours.", _R, least=3
+        "HangsRepeated",
+        f'steadyrun_incidents_total{{{RUN},class="host_stall"}}',
+        "3 hangs of run r in 6 hours.",
+        _R,
+        least=3,
     ),
     _counter(
         "DumpMissing",

@@ -138,7 +138,11 @@ _HANG_ALERTS: Final[tuple[Alert, ...]] = (
         name="HangsRepeated",
         group=_HANG,
         severity=Severity.WARNING,
-        expr="sum by (run_id) (increase(steadyrun_hangs_total[6h])) > 2.5",
+        expr=(
+            "sum by (run_id) (increase(steadyrun_incidents_total{"
+            'class=~".*_stall|.*_collective|stopped_process|deadlock_cycle|p2p_unmatched|input_pipeline|in_flight_network"'
+            "}[6h])) > 2.5"
+        ),
         summary="Hangs keep coming back.",
         description='{{ $value | printf "%.0f" }} hangs of run {{ $labels.run_id }} in 6 hours.',
         meaning="Restarting does not remove the cause.",

@@ -232,7 +232,8 @@ _ROWS: Final[tuple[Family, ...]] = (
            labels=(_SECTION_LABEL, Label("stage", ("soft", "hard", "spared")))),
     Family("limits_calibrated_timestamp_seconds", _G, _LEADER, "When limits were last calibrated", _AT),
     # -- hangs and incidents --------------------------------------------------------------------------------------
-    Family("hangs_total", _C, _NODE, "Ranks found hung, by what gave them away",
+    Family("hangs_total", _C, _NODE,
+           "Ranks beyond their limit in a hang, by what gave them away; several for one hang",
            labels=(Label("kind", SUSPICION_KINDS),)),
     Family("rank_hung_last_timestamp_seconds", _G, _LEADER,
            "When a verdict last named the rank as the one that hangs; absent until then. An alert on it sees a hang "
