@@ -194,7 +194,8 @@ def job() -> dict[str, Any]:
             "Ranks alive", "Ranks whose process lives.", "none", query("sum(steadyrun_rank_alive{RUN})"),
         ),
         number(
-            "Hung ranks", "Ranks that the agents take for hung.", "none", query("sum(steadyrun_rank_hung{RUN})"),
+            "Hung ranks", "Ranks beyond their limit: hung, or waiting for one that is.", "none",
+            query("sum(steadyrun_rank_hung{RUN})"),
             _BAD_FROM_1,
         ),
         number(
@@ -261,7 +262,7 @@ def job() -> dict[str, Any]:
     )  # fmt: skip
     trouble = (
         states(
-            "Hung ranks", "Red while the agent takes the rank for hung.", _BAD_OR_OK,
+            "Hung ranks", "Red while the rank is beyond its limit: it hangs, or waits for one that does.", _BAD_OR_OK,
             query("max by (rank) (steadyrun_rank_hung{RUN})", "rank {{rank}}"),
         ),
         states(

@@ -97,15 +97,20 @@ CASES: Final[tuple[Case, ...]] = (
     # hang
     Case(
         "RankHung",
-        {f"steadyrun_rank_hung_last_timestamp_seconds{{{RANK}}}": "_x10 600x60"},
         {
-            f"steadyrun_rank_hung_last_timestamp_seconds{{{RANK}}}": "-300+0x60",
-            f"steadyrun_rank_hung{{{RANK}}}": "0x60",
+            f'steadyrun_rank_hung_last_timestamp_seconds{{{RUN},rank="3"}}': "_x10 600x60",
+            f"steadyrun_last_incident_timestamp_seconds{{{RUN}}}": "0x9 600x60",
+            f"steadyrun_rank_hung{{{RANK}}}": "0x9 1x8 0x60",
         },
-        "Rank 3 of run r was found hung at n0.",
-        _K,
+        {
+            f'steadyrun_rank_hung_last_timestamp_seconds{{{RUN},rank="3"}}': "-300+0x60",
+            f"steadyrun_last_incident_timestamp_seconds{{{RUN}}}": "-200+0x60",
+            f"steadyrun_rank_hung{{{RANK}}}": "1x60",
+        },
+        "Rank 3 of run r hangs, says the verdict.",
+        {"run_id": "r", "rank": "3"},
         true_at=10,
-        ended_at=15,
+        ended_at=19,
     ),
     Case(
         "RankSilent",
@@ -148,7 +153,11 @@ CASES: Final[tuple[Case, ...]] = (
         true_at=15,
     ),
     _counter(
-        "HangsRepeated", f'steadyrun_hangs_total{{{NODE},kind="section"}}', "3 hangs of run r in 6 hours.", _R, least=3
+        "HangsRepeated",
+        f'steadyrun_incidents_total{{{RUN},class="host_stall"}}',
+        "3 hangs of run r in 6 hours.",
+        _R,
+        least=3,
     ),
     _counter(
         "DumpMissing",

@@ -86,8 +86,9 @@ class Receiver:
     def port(self) -> int:
         return self._server.server_port
 
-    def firing(self, alert: str) -> list[Notice]:
-        return [n for n in self.notices if n.alert == alert and n.status == "firing"]
+    def firing(self, alert: str, since_unix_s: float = 0.0) -> list[Notice]:
+        told = [n for n in self.notices if n.alert == alert and n.status == "firing"]
+        return [n for n in told if n.at_unix_s >= since_unix_s]
 
     def close(self) -> None:
         self._server.shutdown()
@@ -170,11 +171,11 @@ class Servers:
         """The values of an expression now."""
         return [float(r["value"][1]) for r in self.prometheus.ask("query", query=expr)["result"]]
 
-    def wait_for_notice(self, alert: str, deadline_s: float, **labels: str) -> Notice:
-        """The first that fires of that name with these labels."""
+    def wait_for_notice(self, alert: str, deadline_s: float, since_unix_s: float = 0.0, **labels: str) -> Notice:
+        """The first that fires of that name with these labels, since then."""
 
         def found() -> list[Notice]:
-            return [n for n in self.receiver.firing(alert) if labels.items() <= n.labels.items()]
+            return [n for n in self.receiver.firing(alert, since_unix_s) if labels.items() <= n.labels.items()]
 
         return wait_for(found, deadline_s, f"{alert} {labels} at a receiver", self.logs)[0]
 

@@ -1304,7 +1304,8 @@ class NodeAgent:
                 self._say(f"steadyrun: {why}")
             self._tell_metrics()
 
-        self._mailbox.post(tell)
+        with contextlib.suppress(OSError):  # the loop may be over
+            self._mailbox.post(tell)
 
     def _tell_metrics(self) -> None:
         if self._channel is not None and self._metrics_address is not None:

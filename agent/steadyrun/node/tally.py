@@ -9,7 +9,7 @@ import structlog
 
 from steadyrun.collectors.metrics.spec import JOB_STATES, TRIGGERS
 from steadyrun.collectors.metrics.values import Values
-from steadyrun.core.classes import Action
+from steadyrun.core.classes import EXIT_OF_CLASS, Action, ExitClass, FaultClass
 from steadyrun.node.goodput import Goodput
 
 __all__ = ["Tally"]
@@ -22,6 +22,9 @@ _SAVES: Final[Mapping[str, str]] = {
     "checkpoint_failed": "failed",
     "checkpoint_skipped": "skipped",
 }
+_HANG_CLASSES: Final = frozenset(
+    {c.value for c, code in EXIT_OF_CLASS.items() if code is ExitClass.HANG and c is not FaultClass.STRAGGLER}
+)
 _MOST_SAVES: Final = 1000
 
 
@@ -157,7 +160,6 @@ class Tally:
         self._values.add("hangs_total", 1, str(suspicion["kind"]))
         self._values.observe("hang_detection_seconds", waited_s)
         self._values.set("hang_last_detection_seconds", waited_s)
-        self._values.set("rank_hung_last_timestamp_seconds", record["at_unix_s"], str(rank))
         self.goodput.hang_found(record["at_s"])
 
     def _alarm(self, record: Mapping[str, Any]) -> None:
@@ -174,6 +176,12 @@ class Tally:
         if cls != "healthy":
             self._values.add("incidents_total", 1, cls)
         self._values.set("last_incident_timestamp_seconds", record["at_unix_s"])
+        # Those that a limit passed for may only wait for another: who hangs is for the verdict to say.
+        was_stopped_so = self._stopped_s is not None and self._trigger in HANGS
+        for finding in findings:
+            if was_stopped_so or finding["class"] in _HANG_CLASSES:
+                for rank in finding.get("ranks") or ():
+                    self._values.set("rank_hung_last_timestamp_seconds", record["at_unix_s"], str(int(rank)))
 
     def _straggler(self, record: Mapping[str, Any]) -> None:
         alarm = record["alarm"]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from steadyrun import watch
 
@@ -27,6 +28,16 @@ def tell(kind, **fields):
         f.write(json.dumps(record) + "\n")
 
 
+class Batches(IterableDataset):
+    def __init__(self, pace_s):
+        self.pace_s = pace_s
+
+    def __iter__(self):
+        while True:
+            time.sleep(self.pace_s)  # what reading takes
+            yield torch.randn(16, 64)
+
+
 def main():
     folder, pace_s, every = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     tell("start")
@@ -36,10 +47,11 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters())
     checkpointer = watch.checkpointer(folder, model=model, optimizer=optimizer, every=every)
     step = checkpointer.resume()
+    batches = iter(DataLoader(Batches(pace_s), batch_size=None))
     while not watch.should_stop():
-        time.sleep(pace_s)  # loading a batch
+        batch = next(batches)
         optimizer.zero_grad()
-        model(torch.randn(16, 64)).square().mean().backward()
+        model(batch).square().mean().backward()
         optimizer.step()
         checkpointer.step(step)
         watch.step(step)

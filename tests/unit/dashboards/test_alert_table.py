@@ -33,8 +33,9 @@ def _check_expression(expr: str) -> None:
         for label in family.labels:
             for name, operator, value in selector.matchers:
                 if name == label.name and label.values:
-                    wanted = value.split("|") if operator == "=~" else [value]
-                    assert set(wanted) <= set(label.values), f"{selector.name} never has {name}={value}"
+                    for wanted in value.split("|") if operator == "=~" else [re.escape(value)]:
+                        hits = [v for v in label.values if re.fullmatch(wanted, v)]
+                        assert hits, f"{selector.name} never has {name}={wanted}"
         if family.type is MetricType.COUNTER and selector.name not in READ_AS_THEY_ARE:
             assert set(selector.functions) & COUNTER_FUNCTIONS, f"{selector.name} is a counter"
         if family.type is MetricType.GAUGE:

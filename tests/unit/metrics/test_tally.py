@@ -55,10 +55,10 @@ def test_a_hang_is_counted_once_and_its_restart_timed(run: Run) -> None:
     run.tell("suspicion", 1032.0, suspicion=suspicion, note="hung", acts=True)
     assert run.tally.hung.keys() == {3}
     assert run.get("hang_last_detection_seconds") == 12.0
-    assert run.get("rank_hung_last_timestamp_seconds", "3") == 5032.0
     run.tell("stop", 1032.1, reason="hung", trigger="hang")
     run.tell("phase", 1033.0, phase="cooling")
-    run.tell("incident", 1033.0, number=1, verdict={"findings": [{"class": "host_stall"}]})
+    run.tell("incident", 1033.0, number=1, verdict={"findings": [{"class": "host_stall", "ranks": [2]}]})
+    assert run.values.numbers["rank_hung_last_timestamp_seconds"] == {("2",): 5033.0}  # not 3, which waited for it
     run.tell("decision", 1033.1, action="restart", next_attempt=1, reason="", excluded=[])
     start(run, 1034.0, 1, 0)
     assert run.get("hangs_total", "section") == 1.0

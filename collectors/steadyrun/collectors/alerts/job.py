@@ -39,17 +39,20 @@ RECORDINGS: Final[tuple[Recording, ...]] = (
 
 _IS_OLD: Final = "on (run_id) (time() - max by (run_id) (steadyrun_job_start_timestamp_seconds) > 3600)"
 
+_NAMED: Final = "max by (run_id, rank) (steadyrun_rank_hung_last_timestamp_seconds)"
+
 _HANG_ALERTS: Final[tuple[Alert, ...]] = (
     Alert(
         name="RankHung",
         group=_HANG,
         severity=Severity.CRITICAL,
         expr=(
-            "(time() - max by (run_id, instance, rank) (steadyrun_rank_hung_last_timestamp_seconds) < 300) "
-            "or max by (run_id, instance, rank) (steadyrun_rank_hung) == 1"
+            f"(time() - {_NAMED} < 300) or ("
+            f"{_NAMED} >= on (run_id) group_left () max by (run_id) (steadyrun_last_incident_timestamp_seconds) "
+            "and on (run_id) max by (run_id) (steadyrun_rank_hung) == 1)"
         ),
         summary="A rank hangs.",
-        description="Rank {{ $labels.rank }} of run {{ $labels.run_id }} was found hung at {{ $labels.instance }}.",
+        description="Rank {{ $labels.rank }} of run {{ $labels.run_id }} hangs, says the verdict.",
         meaning=(
             "The rank made no progress beyond its limit and a second signal agreed: its stack does not move, or it "
             "waits in a collective that others have not entered. In mode `act` the agent gathers evidence and "
@@ -135,7 +138,11 @@ _HANG_ALERTS: Final[tuple[Alert, ...]] = (
         name="HangsRepeated",
         group=_HANG,
         severity=Severity.WARNING,
-        expr="sum by (run_id) (increase(steadyrun_hangs_total[6h])) > 2.5",
+        expr=(
+            "sum by (run_id) (increase(steadyrun_incidents_total{"
+            'class=~".*_stall|.*_collective|stopped_process|deadlock_cycle|p2p_unmatched|input_pipeline|in_flight_network"'
+            "}[6h])) > 2.5"
+        ),
         summary="Hangs keep coming back.",
         description='{{ $value | printf "%.0f" }} hangs of run {{ $labels.run_id }} in 6 hours.',
         meaning="Restarting does not remove the cause.",

@@ -212,7 +212,9 @@ _ROWS: Final[tuple[Family, ...]] = (
     Family("rank_step_time_seconds", _G, _RANK, "Median time of the rank's newest steps", _S, (_RANK_LABEL,)),
     Family("rank_own_work_seconds", _G, _RANK,
            "Median own work in the rank's newest steps: without waiting for others", _S, (_RANK_LABEL,)),
-    Family("rank_hung", _G, _RANK, "1 while the agent takes the rank for hung", _BOOL, (_RANK_LABEL,)),
+    Family("rank_hung", _G, _RANK,
+           "1 while the rank is beyond its limit and is taken for hung, or waits for one that is", _BOOL,
+           (_RANK_LABEL,)),
     Family("rank_resident_memory_bytes", _G, _RANK, "Resident memory of the rank and its children", _B,
            (_RANK_LABEL,)),
     Family("rank_cpu_seconds_total", _C, _RANK, "CPU time of the rank's processes, over all attempts", _S,
@@ -230,11 +232,12 @@ _ROWS: Final[tuple[Family, ...]] = (
            labels=(_SECTION_LABEL, Label("stage", ("soft", "hard", "spared")))),
     Family("limits_calibrated_timestamp_seconds", _G, _LEADER, "When limits were last calibrated", _AT),
     # -- hangs and incidents --------------------------------------------------------------------------------------
-    Family("hangs_total", _C, _NODE, "Ranks found hung, by what gave them away",
+    Family("hangs_total", _C, _NODE,
+           "Ranks beyond their limit in a hang, by what gave them away; several for one hang",
            labels=(Label("kind", SUSPICION_KINDS),)),
-    Family("rank_hung_last_timestamp_seconds", _G, _RANK,
-           "When the rank was last found hung; absent until then. An alert on it sees a hang that is over before the "
-           "next scrape", _AT, (_RANK_LABEL,)),
+    Family("rank_hung_last_timestamp_seconds", _G, _LEADER,
+           "When a verdict last named the rank as the one that hangs; absent until then. An alert on it sees a hang "
+           "that is over before the next scrape", _AT, (_RANK_LABEL,)),
     Family("hang_detection_seconds", _H, _NODE, "From a hung rank's last progress until it was found", _S,
            buckets=_LONG),
     Family("hang_last_detection_seconds", _G, _NODE, "The newest of hang_detection_seconds", _S),
