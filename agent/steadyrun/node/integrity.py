@@ -174,6 +174,7 @@ class Integrity:
         self._safe = SafeSteps()
         self._rollback: dict[str, Any] | None = None
         self._reports = 0
+        self._has_acted_unproven = False
         self._heard_ask = 0
         self._next_send_s = self._next_checks_s = self._next_compared_s = -inf
         self._notes: deque[str] = deque(maxlen=64)
@@ -519,7 +520,7 @@ class Integrity:
         details = case.details["sdc"]
         self._record("integrity", event="found", took_s=round(now_s - turn.began_s, 3), **details)
         turn.comparison.mute(turn.keys)
-        if judgement.cause is Cause.SOFTWARE:
+        if judgement.cause is Cause.SOFTWARE or not self._may_act(found):
             self._report(turn, case)
             return
         turn.case = case
@@ -530,6 +531,16 @@ class Integrity:
             turn.is_settled = True
         else:
             turn.is_settled = self._act(case)  # else it waits for whoever judges what stops the ranks now
+
+    def _may_act(self, found: Found) -> bool:
+        """Replicas that have never agreed may differ on purpose: one restart is all that they are worth."""
+        judgement = found.judgement
+        if judgement.last_good_step is not None:
+            return True
+        if judgement.cause is Cause.UNDECIDED or self._has_acted_unproven:
+            return False
+        self._has_acted_unproven = True
+        return True
 
     def _case(self, turn: _Turn, found: Found) -> Case:
         j = found.judgement

@@ -379,6 +379,32 @@ def test_all_ranks_but_one_perturbed_is_software_and_touches_nobody(jobs: Any) -
     assert findings[0].nodes == ()
 
 
+def test_replicas_that_never_agreed_are_worth_one_restart(jobs: Any) -> None:
+    job = jobs()
+    leader = job.leader.integrity
+    for attempt in (0, 1, 2):
+        if attempt:
+            leader.begin_attempt(attempt, job.world, job.leader.channel)
+        for rank in job.ranks:
+            rank.restart()
+        job.ranks[1].flip("b.weight", 4)  # a tensor of its own, say
+        for step in (9, 19):
+            job.check(step)
+            job.go_on()
+    assert [c.attempt for c in job.leader.cases] == [0]
+    assert [f[0].ranks for f in job.leader.desk.reports] == [(1,), (1,)]
+
+
+def test_two_replicas_that_never_agreed_are_left_alone(jobs: Any) -> None:
+    job = jobs(1, 2)
+    job.ranks[1].flip("b.weight", 4)
+    for step in (9, 19):
+        job.check(step)
+        job.go_on(15.0)
+    assert not job.leader.cases
+    assert [f[0].ranks for f in job.leader.desk.reports] == [(0, 1)]
+
+
 def test_observe_mode_reports_once(jobs: Any) -> None:
     job = jobs(mode=Mode.OBSERVE)
     job.check(9)
