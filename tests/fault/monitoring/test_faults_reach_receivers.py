@@ -148,6 +148,8 @@ def test_hang(watched: Watched) -> None:
 def test_stale_checkpoint(watched: Watched) -> None:
     aside = watched.checkpoints.with_name("aside")
     watched.wait_for_training()
+    saves = watched.job.journal
+    watched.job.wait_for(lambda: len(saves("checkpoint_committed")) > 2, 120, "an interval between saves is known")
     # The restarts before may have lasted longer than three of these short intervals.
     firing = 'ALERTS{alertname="SteadyrunCheckpointStale"}'
     wait_for(lambda: not watched.servers.values(firing), 90, "a save after the restarts", watched.servers.logs)
