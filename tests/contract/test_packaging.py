@@ -86,7 +86,7 @@ def metadata_of(wheel: zipfile.ZipFile) -> Message:
 
 def test_extras_are_what_is_optional(wheel: zipfile.ZipFile) -> None:
     meta = metadata_of(wheel)
-    assert {"stacks", "yaml", "remote", "frameworks", "dev"} == set(meta.get_all("Provides-Extra") or ())
+    assert {"stacks", "yaml", "remote", "frameworks", "dashboards", "dev"} == set(meta.get_all("Provides-Extra") or ())
 
 
 def test_every_needed_package_is_used(wheel: zipfile.ZipFile, checkout: Path) -> None:
