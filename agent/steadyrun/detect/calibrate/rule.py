@@ -58,6 +58,7 @@ _ALPHA_HARD: Final = 3.0  # at most, where a mistake costs a restart
 _HILL_FROM: Final = 30  # events below which the tail's shape is not looked at
 _SOFT_MEDIANS: Final = 2.0
 _SHORTEST_S: Final = 1e-3  # soft limit
+_NEVER_PER_DAY: Final = 1e-9  # hangs that looks find: so few that no look is worth its price
 _MEDIANS: Final = 3.0
 _MAXIMA: Final = 1.5
 _FIRST_MAXIMA: Final = 3.0
@@ -307,7 +308,7 @@ def _cheapest_s(tail: Tail, events_per_day: float, price_s: float, hangs_per_day
 def _soft_limit_s(statistics: SectionStatistics, costs: Costs) -> float:
     least_s = max(_SOFT_MEDIANS * statistics.durations.median_s, _SHORTEST_S)
     found = costs.evidence_sensitivity * costs.hangs_per_day
-    if not found:
+    if found < _NEVER_PER_DAY:
         return math.inf
     looks = Looks(statistics)
     count = math.ceil(math.log(max(1.0, looks.until_s(costs) / least_s), _BUCKET))
