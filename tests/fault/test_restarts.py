@@ -101,7 +101,7 @@ def kill_at_random(job: Job, ranks: int, times: int, seed: int) -> None:
 @pytest.mark.parametrize(
     "times", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.deadline(600)])], ids=lambda n: f"{n}-times"
 )
-@pytest.mark.parametrize("rendezvous", ["standalone", "static"])
+@pytest.mark.parametrize("rendezvous", [pytest.param("standalone", marks=pytest.mark.slow), "static"])
 def test_every_restart_after_sigkill_of_a_rank_comes_back(start: JobStarter, rendezvous: str, times: int) -> None:
     if rendezvous == "standalone":
         options = ["--standalone"]

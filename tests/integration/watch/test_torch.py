@@ -47,7 +47,7 @@ SAVES = {
 
 
 @pytest.mark.deadline(600)
-@pytest.mark.parametrize("how", ["from", "module"])
+@pytest.mark.parametrize("how", [pytest.param("from", marks=pytest.mark.slow), "module"])
 def test_steps_and_checkpoints_of_an_unmodified_script(start: Any, how: str) -> None:
     imports, save = SAVES[how]
     out = start.tmp_path / "out"
