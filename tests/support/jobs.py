@@ -82,24 +82,34 @@ def processes_with(variable: str) -> dict[int, str]:
     return found
 
 
-def open_ports(pids: Sequence[int]) -> dict[int, int]:
-    """TCP ports that these processes listen on: port -> pid."""
-    inodes: dict[str, int] = {}
+def listening() -> dict[str, int]:
+    """All sockets that listen for TCP on this machine: inode -> port."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                parts = line.split()
+                if parts[3] == "0A":
+                    found[parts[9]] = int(parts[1].rpartition(":")[2], 16)
+    return found
+
+
+def listeners(pids: Sequence[int]) -> dict[str, int]:
+    """Sockets on which these processes listen for TCP: inode -> port."""
+    inodes: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for fd in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
                     target = os.readlink(fd.path)
                     if target.startswith("socket:["):
-                        inodes[target[8:-1]] = pid
-    ports: dict[int, int] = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                parts = line.split()
-                if parts[3] == "0A" and parts[9] in inodes:
-                    ports[int(parts[1].rpartition(":")[2], 16)] = inodes[parts[9]]
-    return ports
+                        inodes.add(target[8:-1])
+    return {inode: port for inode, port in listening().items() if inode in inodes}
+
+
+def open_ports(pids: Sequence[int]) -> frozenset[int]:
+    """TCP ports that these processes listen on."""
+    return frozenset(listeners(pids).values())
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class Job:
         self.events_dir = events_dir
         self.run_dir = run_dir
         self.tag = tag
-        self.known_ports: dict[int, int] = {}
+        self.known_listeners: dict[str, int] = {}  # by inode: another job may be given the same port
 
     # -- what it says ------------------------------------------------------------------------------------------------
     @property
@@ -243,7 +253,7 @@ class Job:
         while self.process.poll() is None:
             if time.monotonic() > limit_s:
                 raise AssertionError(f"the job had not ended after {deadline_s:g} s\n{self.story()}")
-            self.known_ports |= open_ports([self.process.pid])
+            self.known_listeners |= listeners([self.process.pid])
             select.select([], [], [], POLL_S)
         return int(self.process.returncode)
 
@@ -284,12 +294,8 @@ class Job:
         owners = {str(p) for e in self.events("start") for p in (e["pid"],)} | {str(self.process.pid)}
         with contextlib.suppress(OSError):
             left += [f"file {f}" for f in os.listdir("/dev/shm") if any(f"_{o}_" in f or f"-{o}-" in f for o in owners)]
-        listening = set()
-        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-            with contextlib.suppress(OSError):
-                rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-                listening |= {int(r[1].rpartition(":")[2], 16) for r in rows if r[3] == "0A"}
-        left += [f"port {p}" for p in self.known_ports if p in listening]
+        still = listening()
+        left += [f"port {port}" for inode, port in self.known_listeners.items() if inode in still]
         return left
 
 
