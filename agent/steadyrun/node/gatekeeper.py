@@ -146,6 +146,12 @@ class Gatekeeper:
         """This node's troubles, and what follows."""
         self._say_once((note_of(report, report.troubles, is_out, why_not),))
 
+    def hurry(self) -> None:
+        """Let a node that leaves the job arrive now: the others wait for its word, and its health is of no matter."""
+        if self._arriving is not None:
+            (_, then), self._arriving = self._arriving, None
+            then(None)
+
     def tick(self) -> None:
         """Let a restart go on that has waited long enough."""
         if self._arriving is not None and self._clock.now_s() >= self._arriving[0]:

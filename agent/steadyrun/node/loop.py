@@ -532,6 +532,7 @@ class NodeAgent:
                     if self._standbys is not None:
                         self._standbys.drop()
                 case ev.Leave(exit_class=exit_class, reason=reason):
+                    self._gate.hurry()
                     self._leave(exit_class, reason)
 
     # -- joining -----------------------------------------------------------------------------------------------------

@@ -152,6 +152,20 @@ def test_a_restart_waits_for_the_check_that_is_under_way() -> None:
     assert arrived == [UNFIT]
 
 
+def test_a_node_that_leaves_arrives_without_its_report() -> None:
+    gate = ScriptedGate(UNFIT)
+    loop = Loop(gate)
+    arrived: list[NodeReport | None] = []
+    loop.keeper.hurry()
+    loop.keeper.begin()
+    loop.keeper.before_arrival(arrived.append)
+    loop.keeper.hurry()
+    assert arrived == [None]
+    gate.go.set()
+    loop.take_mail()
+    assert arrived == [None]
+
+
 def test_a_restart_waits_no_longer_than_its_limit() -> None:
     gate = ScriptedGate(UNFIT)
     loop = Loop(gate)
