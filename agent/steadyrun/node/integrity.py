@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
@@ -30,18 +30,18 @@ from steadyrun.core.classes import FaultClass, Mode
 from steadyrun.core.clock import Clock
 from steadyrun.core.errors import SteadyrunError
 from steadyrun.core.integrity import MOMENTS, IntegrityWords
-from steadyrun.core.records import Finding, RankEvidence, Verdict, to_json
+from steadyrun.core.records import Finding, RankEvidence, to_json
 from steadyrun.detect.sdc import Cause
 from steadyrun.detect.sdc.comparing import Compared, Comparison, Resting
 from steadyrun.detect.sdc.safe import SafeSteps
 from steadyrun.integrity.coefficients import LEAF_BYTES
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
-from steadyrun.node.incident import Incident
 from steadyrun.node.inquiry import SAVED, Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
 from steadyrun.node.rankroots import RankRoots
+from steadyrun.node.reporting import Desk, RankPlace
 from steadyrun.node.rootswire import RankIntegrity, RootsFacts, RootsInbox, RootsOutbox, Told, pack_roots
 
-__all__ = ["CORRUPTION", "Case", "Integrity", "RankPlace"]
+__all__ = ["CORRUPTION", "Case", "Integrity"]
 
 log = structlog.get_logger()
 
@@ -58,35 +58,6 @@ MOST_ANSWER_BYTES: Final = 600_000  # of a value of the store
 MOST_IN_VAIN: Final = 3  # inquiries into one group that find nothing
 MOST_REPORTS: Final = 20  # of a run
 _SOCKET_BYTES: Final = 64 << 20
-
-
-class RankPlace(Protocol):
-    """A rank of this node, as the loop knows it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def folder(self) -> Path: ...
-
-
-class Desk(Protocol):
-    """What is used of the incident desk."""
-
-    def next_number(self) -> int: ...
-    def open(self, number: int, attempt: int, payload: Mapping[str, Any]) -> Incident: ...
-    def report(
-        self,
-        incident: Incident,
-        findings: Sequence[Finding],
-        ranks: Sequence[RankEvidence],
-        world_size: int,
-        details: Mapping[str, Any],
-        missing: Sequence[str] = (),
-    ) -> tuple[Verdict, str]: ...
 
 
 @dataclass(frozen=True, slots=True)

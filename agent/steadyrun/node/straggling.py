@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
 from steadyrun.core.clock import Clock
-from steadyrun.core.records import Finding, RankEvidence, Verdict
+from steadyrun.core.records import RankEvidence, Verdict
 from steadyrun.core.timing import Role, StepTiming
 from steadyrun.detect.straggler import ActAdvice, Alarm, AlarmKind, findings, sentence
 from steadyrun.node.control import ControlChannel, PaceTold
-from steadyrun.node.incident import Incident
 from steadyrun.node.pacejudge import PaceEvent, PaceJudge, PaceNews
+from steadyrun.node.reporting import Desk, RankPlace
 from steadyrun.node.slowaction import CostMeter, SlowAction
 from steadyrun.node.timingwire import MOST_NAME, NodeFacts, RankFacts, TimingInbox, TimingOutbox, role_of
 
-__all__ = ["ACTIONS", "RankPlace", "Replacement", "Straggling", "read_place", "read_role"]
+__all__ = ["ACTIONS", "Replacement", "Straggling", "read_place", "read_role"]
 
 log = structlog.get_logger()
 
@@ -40,35 +40,6 @@ INCIDENT_AGAIN_S: Final = 600.0  # who comes and goes has one incident in so lon
 MOST_INCIDENTS: Final = 50  # of a run; beyond, lines and records go on
 MOST_ROLE_BYTES: Final = 1 << 16
 FAULTS: Final = (AlarmKind.RANK, AlarmKind.NODE, AlarmKind.GROUP)
-
-
-class RankPlace(Protocol):
-    """A rank of this node, as the loop knows it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def folder(self) -> Path: ...
-
-
-class Desk(Protocol):
-    """What is used of the incident desk."""
-
-    def next_number(self) -> int: ...
-    def open(self, number: int, attempt: int, payload: Mapping[str, Any]) -> Incident: ...
-    def report(
-        self,
-        incident: Incident,
-        findings: Sequence[Finding],
-        ranks: Sequence[RankEvidence],
-        world_size: int,
-        details: Mapping[str, Any],
-        missing: Sequence[str] = (),
-    ) -> tuple[Verdict, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
