@@ -36,6 +36,7 @@ from steadyrun.core.layout import (
     S_HASH_STEP,
 )
 from steadyrun.watch.calls import find_roots
+from steadyrun.watch.files import write_whole
 from steadyrun.watch.slot import move_high
 from steadyrun.watch.torchhooks import is_initialisation, uncompiled
 
@@ -390,7 +391,7 @@ class Integrity:
         self._sources = tuple(c for c, _ in held)
         self._batches = batches
         self._plan = told
-        self._write(str(plan_path(Path(self._rank_dir), self._generation)), told.to_json())
+        write_whole(str(plan_path(Path(self._rank_dir), self._generation)), told.to_json().encode())
         if self._ring is None or self._ring.capacity < len(tensors):
             self._make_ring(len(tensors))
         words, base = self._words, self._base
@@ -412,13 +413,6 @@ class Integrity:
         words[base + S_HASH_RING] = ring.fd + 1
         if old is not None:
             old.close()
-
-    @staticmethod
-    def _write(path: str, text: str) -> None:
-        temporary = f"{path}.new"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
 
     # -- checks --------------------------------------------------------------------------------------------------------
     def _check(self, moment: int, step: int) -> None:
