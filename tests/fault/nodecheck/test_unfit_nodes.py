@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from jobs import Job, JobStarter, free_port
+from nvml_library import compile_library
 
 STEPS = 60
 LOST = "GPU 3 is lost"
@@ -19,16 +19,7 @@ pytest.importorskip("pynvml", reason="the bindings of NVML are not installed")
 @pytest.fixture(scope="module")
 def library(shared_cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a stand-in for the driver's library."""
-    source = shared_cases.parent / "prototypes/nvml_stub/nvmlstub.c"
-    if not source.is_file():
-        pytest.skip(f"the stand-in for the driver's library is not here: {source}")
-    folder = tmp_path_factory.mktemp("nvml")
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1", source]
-    try:
-        subprocess.run([*command, "-lpthread"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as e:
-        pytest.skip(f"the stand-in for the driver's library cannot be compiled: {e}")
-    return folder
+    return compile_library(shared_cases, tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture

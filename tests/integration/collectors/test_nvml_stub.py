@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from nvml_library import compile_library
 
 from steadyrun.collectors.nvml.asking import FAST, RARE, SLOW
 from steadyrun.collectors.nvml.collector import NvmlCollector
@@ -25,16 +26,7 @@ LATE_S = 20.0
 
 @pytest.fixture(scope="session")
 def library(shared_cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = shared_cases.parent / "prototypes/nvml_stub/nvmlstub.c"
-    if not source.is_file():
-        pytest.skip(f"the stand-in for the driver's library is not here: {source}")
-    folder = tmp_path_factory.mktemp("nvml")
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1", source]
-    try:
-        subprocess.run([*command, "-lpthread"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as e:
-        pytest.skip(f"the stand-in for the driver's library cannot be compiled: {e}")
-    return folder
+    return compile_library(shared_cases, tmp_path_factory.mktemp("nvml"))
 
 
 class Gpus:

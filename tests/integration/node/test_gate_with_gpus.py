@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nvml_library import compile_library
 
 from steadyrun.collectors.nvml.collector import NvmlCollector
 from steadyrun.collectors.nvml.prober import NvmlProber
@@ -23,16 +23,7 @@ TOTAL = 80 << 30
 
 @pytest.fixture(scope="session")
 def library(shared_cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = shared_cases.parent / "prototypes/nvml_stub/nvmlstub.c"
-    if not source.is_file():
-        pytest.skip(f"the stand-in for the driver's library is not here: {source}")
-    folder = tmp_path_factory.mktemp("nvml")
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1", source]
-    try:
-        subprocess.run([*command, "-lpthread"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as e:
-        pytest.skip(f"the stand-in for the driver's library cannot be compiled: {e}")
-    return folder
+    return compile_library(shared_cases, tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture
