@@ -95,9 +95,7 @@ class Gatekeeper:
                 speeds=[list(s) for s in report.speeds],
                 took_s=round(report.took_s, 3),
             )
-        if self._arriving is not None:
-            (_, then), self._arriving = self._arriving, None
-            then(report)
+        self._arrive(report)
 
     # -- with the other nodes ------------------------------------------------------------------------------------------
     def told(self, hosts_store: bool) -> dict[str, Any] | None:
@@ -148,16 +146,18 @@ class Gatekeeper:
 
     def hurry(self) -> None:
         """Let a node that leaves the job arrive now: the others wait for its word, and its health is of no matter."""
-        if self._arriving is not None:
-            (_, then), self._arriving = self._arriving, None
-            then(None)
+        self._arrive(None)
 
     def tick(self) -> None:
         """Let a restart go on that has waited long enough."""
         if self._arriving is not None and self._clock.now_s() >= self._arriving[0]:
-            (_, then), self._arriving = self._arriving, None
             self._say("steadyrun: the node check takes long; the restart does not wait for it")
-            then(None)
+            self._arrive(None)
+
+    def _arrive(self, report: NodeReport | None) -> None:
+        if self._arriving is not None:
+            (_, then), self._arriving = self._arriving, None
+            then(report)
 
     def status(self) -> Mapping[str, Any] | None:
         """For the node's state file."""
