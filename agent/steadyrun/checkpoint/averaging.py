@@ -26,11 +26,12 @@ from steadyrun.checkpoint.contents import DTYPE_BITS, Tensor
 from steadyrun.checkpoint.dcpfile import metadata_bytes
 from steadyrun.checkpoint.durable import sync_folder
 from steadyrun.checkpoint.layout import Entry, Layout, ObjectEntry, place
-from steadyrun.checkpoint.manifest import FolderName, Manifest, installed_version
+from steadyrun.checkpoint.manifest import FolderName, Manifest
 from steadyrun.checkpoint.planning import plan
 from steadyrun.checkpoint.shardfile import write_rank_files
 from steadyrun.checkpoint.sources import DcpSource, Source, name_below
 from steadyrun.core.errors import ConfigError, SteadyrunError, nearest_name
+from steadyrun.core.versions import installed_version
 
 __all__ = ["AverageError", "Averaged", "Progress", "average"]
 

@@ -35,12 +35,12 @@ from steadyrun.checkpoint.client import Granted, SaveRecord, SaverGoneError, Sav
 from steadyrun.checkpoint.copying import Copier
 from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gather_over
 from steadyrun.checkpoint.layout import Layout
-from steadyrun.checkpoint.manifest import installed_version
 from steadyrun.checkpoint.reading import Reader, load_from
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName, parse_every
 from steadyrun.checkpoint.schedule import tiers_at
 from steadyrun.checkpoint.state import Captured, Saved, State
 from steadyrun.core.errors import SteadyrunError
+from steadyrun.core.versions import installed_version
 
 __all__ = ["Checkpointer", "NoUsableCheckpointError", "SaveHandle"]
 

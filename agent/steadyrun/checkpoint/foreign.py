@@ -35,10 +35,10 @@ from steadyrun.checkpoint.manifest import (
     FolderName,
     Manifest,
     ManifestError,
-    installed_version,
 )
 from steadyrun.checkpoint.retention import apply, to_remove
 from steadyrun.core.errors import ConfigError, SteadyrunError
+from steadyrun.core.versions import installed_version
 
 __all__ = ["Committed", "commit", "committed_in", "missing_ranks", "pointed_in"]
 

@@ -40,7 +40,6 @@ __all__ = [
     "ShardRecord",
     "Verified",
     "fragment_name",
-    "installed_version",
     "objects_name",
     "tensors_name",
 ]
@@ -69,16 +68,6 @@ def objects_name(rank: int) -> str:
 
 def fragment_name(rank: int) -> str:
     return f"__{rank}.shards.json"
-
-
-def installed_version(package: str) -> str:
-    """Of a package, for the manifest; empty when it is not installed as one."""
-    from importlib import metadata  # here, since the saver needs it never and starts the faster for it
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ the incident desk what the evidence means, the policy what follows.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from steadyrun.core.errors import SteadyrunError
 from steadyrun.core.journal import Journal
 from steadyrun.core.records import ExitRecord
 from steadyrun.core.runfolder import RunFolder
+from steadyrun.core.versions import installed_version
 from steadyrun.detect.policy import History, PolicyLimits
 from steadyrun.node import control
 from steadyrun.node.calibration import Calibration, Timeouts
@@ -277,8 +277,10 @@ class NodeAgent:
         self._machine = NodeMachine(spec.local_world_size, spec.limits, spec.mode, observed=spec.observed)
         self._board = Board.create_anonymous(spec.local_world_size)
         self._calibration = Calibration(spec.run_folder, spec.configuration, spec.limits, spec.timeouts)
+        version = installed_version("steadyrun") or "unknown"  # run from a source tree
+        self._own_facts = NodeFacts(spec.run_id, spec.node, version, spec.local_world_size)
         self._metrics = NodeMetrics(
-            self._facts(None),
+            self._own_facts,
             clock.now_s(),
             clock.unix_s(),
             lambda: clock.unix_s() - clock.now_s(),
@@ -1262,12 +1264,8 @@ class NodeAgent:
             self._feed(ev.BoardRead(views))
 
     # -- metrics -----------------------------------------------------------------------------------------------------
-    def _facts(self, membership: Membership | None) -> NodeFacts:
-        spec, m = self._spec, membership
-        facts = NodeFacts(spec.run_id, spec.node, _version(), spec.local_world_size)
-        if m is None:
-            return facts
-        return replace(facts, group_rank=m.group_rank, nodes=m.group_world_size, world_size=m.world_size)
+    def _facts(self, m: Membership) -> NodeFacts:
+        return replace(self._own_facts, group_rank=m.group_rank, nodes=m.group_world_size, world_size=m.world_size)
 
     def _watch_devices(self, plan: DevicesPlan) -> None:
         self._devices = devices = Devices(
@@ -1460,13 +1458,6 @@ def _gate_of(spec: NodeSpec) -> NodeGate | None:
     if spec.node_check == "off":
         return None
     return NodeGate(spec.node, spec.node_check, spec.local_world_size, [Folder("run", spec.run_folder.root)])
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("steadyrun")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 def _endless_as_none(seconds: float | None) -> float | None:

@@ -6,7 +6,6 @@ The loop hands over what it has anyhow: the journal's records, views of the boar
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import threading
@@ -23,6 +22,7 @@ from steadyrun.collectors.process import ProcessReader
 from steadyrun.core.board import Board, SlotView
 from steadyrun.core.sections import CHECKPOINTING, EVALUATION, STEP
 from steadyrun.core.timing import StepTiming
+from steadyrun.core.versions import installed_version
 from steadyrun.node.goodput import StepSpan
 from steadyrun.node.tally import Tally
 
@@ -334,11 +334,8 @@ class NodeMetrics:
 
     # -- facts ---------------------------------------------------------------------------------------------------------
     def _tell_versions(self) -> None:
-        try:
-            torch = importlib.metadata.version("torch")
-        except importlib.metadata.PackageNotFoundError:
-            torch = ""
-        self.values.replace("build_info", {(self._facts.version, torch, platform.python_version()): 1.0})
+        versions = (self._facts.version, installed_version("torch"), platform.python_version())
+        self.values.replace("build_info", {versions: 1.0})
 
     def _tell_facts(self) -> None:
         facts = self._facts

@@ -6,7 +6,6 @@ Exit codes: 0 done and well; 1 nothing found, or something is unhealthy; 2 the c
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from steadyrun.core.errors import ConfigError, SteadyrunError, nearest_name
+from steadyrun.core.versions import installed_version
 from steadyrun.ctl import (
     calibrate,
     check,
@@ -81,18 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with every command; the chosen one's function is in ``run``."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="steadyctl", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
-    parser.add_argument("--version", action="version", version=f"steadyctl {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"steadyctl {installed_version('steadyrun') or '(not installed)'}"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for group in GROUPS:
         group.register(commands)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("steadyrun")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def main(

@@ -17,9 +17,10 @@ import pytest
 
 from steadyrun.collectors.kernel import live
 from steadyrun.collectors.kernel.collector import KernelCollector
-from steadyrun.collectors.kernel.live import KernelWatch, Position, read_position, this_boot, write_position
+from steadyrun.collectors.kernel.live import KernelWatch, Position, read_position, write_position
 from steadyrun.collectors.protocol import Health
 from steadyrun.collectors.registry import Registry
+from steadyrun.core.boot import boot_id as this_boot
 
 KMSG = Path("/dev/kmsg")
 LATE_S = 5.0

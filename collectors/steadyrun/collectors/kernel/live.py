@@ -21,8 +21,9 @@ from typing import Final, Protocol
 
 from steadyrun.collectors.kernel.events import Assembler, Folding, KernelEvent
 from steadyrun.collectors.kernel.lines import KernelLine, device_of, is_continuation, read_kmsg, read_line
+from steadyrun.core.boot import boot_id as this_boot
 
-__all__ = ["KernelWatch", "Position", "read_position", "this_boot", "write_position"]
+__all__ = ["KernelWatch", "Position", "read_position", "write_position"]
 
 POSITION_SCHEMA: Final = "steadyrun.kernel-log/1"
 KMSG: Final = Path("/dev/kmsg")
@@ -40,14 +41,6 @@ class Position:
     boot_id: str
     sequence: int | None = None
     cursor: str = ""
-
-
-def this_boot(proc: Path = Path("/proc")) -> str:
-    """Differs after each start of the machine; empty where it cannot be read."""
-    try:
-        return (proc / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def read_position(path: Path) -> Position | None:
