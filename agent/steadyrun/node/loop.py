@@ -61,7 +61,7 @@ from steadyrun.node.ports import (
     RendezvousOverError,
     SpawnSpec,
 )
-from steadyrun.node.sampling import Sampler
+from steadyrun.node.sampling import RingsRead, Sampler
 from steadyrun.node.saver import SaverKeeper
 from steadyrun.node.standby import StandbyPool
 from steadyrun.node.straggling import Replacement, Straggling
@@ -1227,12 +1227,13 @@ class NodeAgent:
             out[process.rank] = view if mine else None
         return out
 
-    def _sample(self, now_s: float, views: Mapping[int, SlotView | None]) -> None:
-        self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
+    def _sample(self, now_s: float, views: Mapping[int, SlotView | None]) -> Mapping[int, RingsRead]:
+        read = self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
         saved = max((v.checkpoints_done for v in views.values() if v is not None), default=0)
         self._pace.sample(now_s, self._sampler.take_timings(), self._ranks.values(), saved)
         words = {p.rank: self._board.integrity(p.local_rank) for p in self._ranks.values() if views[p.rank] is not None}
         self._integrity.sample(now_s, self._ranks.values(), words, views)
+        return read
 
     def _read_board(self, now_s: float) -> None:
         if not self._ranks:
@@ -1253,11 +1254,11 @@ class NodeAgent:
             self._desk.watch_checkpoints(self._views)
         states = {p.rank: state for p in self._ranks.values() if p.exit is None and (state := self._proc.state(p.pid))}
         views, attempt = self._views, self._attempt
-        self._sample(now_s, views)
+        read = self._sample(now_s, views)
         looks = [
             RankLook(p.rank, p.local_rank, p.pid, states.get(p.rank, ""), views[p.rank]) for p in self._ranks.values()
         ]
-        self._metrics.take_ranks(now_s, looks, self._board)
+        self._metrics.take_ranks(now_s, looks, read)
         self._follow_devices(now_s)
         self._feed(ev.StatesRead(states))
         if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 from steadyrun.collectors.metrics.spec import Source
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.collectors.process import ProcessReader
-from steadyrun.core.board import Board, SlotView
+from steadyrun.core.board import SlotView
 from steadyrun.core.sections import CHECKPOINTING, EVALUATION, STEP
 from steadyrun.core.timing import StepTiming
 from steadyrun.core.versions import installed_version
 from steadyrun.node.goodput import StepSpan
+from steadyrun.node.sampling import RingsRead
 from steadyrun.node.tally import Tally
 
 if TYPE_CHECKING:
@@ -74,12 +75,10 @@ class RankLook:
 
 @dataclass(slots=True)
 class _RankRows:
-    """How far a rank's rings on the board were read, and its newest steps."""
+    """A rank's newest steps, and what is to be charged to the next ones."""
 
     pid: int
-    steps_seen: int = 0
-    durations_seen: int = 0
-    timings_seen: int = 0
+    has_timings: bool = False
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     own_work_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     in_kernel_since_s: float | None = None
@@ -143,8 +142,8 @@ class NodeMetrics:
             self._looks = ()
             self._tell_facts()
 
-    def take_ranks(self, now_s: float, looks: Iterable[RankLook], board: Board) -> None:
-        """Fresh views of all ranks of this node; drains their rings."""
+    def take_ranks(self, now_s: float, looks: Iterable[RankLook], read: Mapping[int, RingsRead]) -> None:
+        """Fresh views of all ranks of this node, and what was read from their rings, by rank."""
         with self._lock:
             self._looks = tuple(looks)
             reference = min((k.rank for k in self._looks), default=None)
@@ -157,7 +156,7 @@ class NodeMetrics:
                 elif rows.in_kernel_since_s is None:
                     rows.in_kernel_since_s = now_s
                 if look.view is not None:
-                    self._drain(look, look.view, rows, board, look.rank == reference)
+                    self._count(look.view, rows, read.get(look.rank, RingsRead()), look.rank == reference)
                     hung_s = self._tally.hung.get(look.rank)
                     if hung_s is not None and (look.view.progress_s or 0.0) > hung_s:
                         del self._tally.hung[look.rank]
@@ -304,25 +303,22 @@ class NodeMetrics:
         self.values.raise_to("steps_lost_total", goodput.steps_lost)
 
     # -- the board -----------------------------------------------------------------------------------------------------
-    def _drain(self, look: RankLook, view: SlotView, rows: _RankRows, board: Board, is_reference: bool) -> None:
-        slot = look.local_rank
-        durations, rows.durations_seen, _ = board.durations(slot, rows.durations_seen)
-        for duration in durations:
+    def _count(self, view: SlotView, rows: _RankRows, read: RingsRead, is_reference: bool) -> None:
+        for duration in read.sections:
             self.values.observe("section_duration_seconds", duration.duration_s, self._section(duration.name))
             rows.marks_steps |= duration.name == STEP
             if duration.name in EVALUATION:
                 rows.evaluation_s += duration.duration_s
             elif duration.name == CHECKPOINTING:
                 rows.saving_s += duration.duration_s
-        times_s, rows.steps_seen, _ = board.step_times_s(slot, rows.steps_seen)
-        rows.step_times_s.extend(times_s)
+        rows.step_times_s.extend(read.step_times_s)
         if not rows.marks_steps:  # then times between steps stand for the section of that name, as for limits
-            for time_s in times_s:
+            for time_s in read.step_times_s:
                 self.values.observe("section_duration_seconds", time_s, self._section(STEP))
-        timings, rows.timings_seen, _ = board.timings(slot, rows.timings_seen)
-        rows.own_work_s.extend(t.busy_s for t in timings if t.busy_s > 0)
+        rows.has_timings |= bool(read.timings)
+        rows.own_work_s.extend(t.busy_s for t in read.timings if t.busy_s > 0)
         if is_reference:
-            for span in _spans(timings, times_s, view, rows):
+            for span in _spans(read.timings, read.step_times_s, view, rows):
                 self._tally.goodput.step(span)
 
     def _section(self, name: str) -> str:
@@ -355,7 +351,7 @@ def _spans(timings: Sequence[StepTiming], times_s: Sequence[float], view: SlotVi
             StepSpan(t.step, t.at_s, t.data_s, t.checkpoint_s, evaluation_s if i == last else 0.0, t.flags)
             for i, t in enumerate(timings)
         ]
-    if rows.timings_seen or not times_s or view.step is None or view.step_at_s is None:
+    if rows.has_timings or not times_s or view.step is None or view.step_at_s is None:
         return []
     rows.evaluation_s = rows.saving_s = 0.0
     spans = []

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from steadyrun.core.board import Board, OpenSection, SlotView
+from steadyrun.core.board import Board, OpenSection, SectionDuration, SlotView
 from steadyrun.core.clock import Clock
 from steadyrun.core.journal import Journal
 from steadyrun.core.timing import StepTiming
 from steadyrun.node.gathered import Gathered
 
-__all__ = ["Sampler", "timing_columns"]
+__all__ = ["RingsRead", "Sampler", "timing_columns"]
 
 EVERY_S: Final = 5.0  # one record of steps and sections per node and this long
 KEEP_TIMINGS: Final = 10  # of a rank in a record: 100 MB a day for 8 ranks, whatever a step takes
@@ -23,6 +23,15 @@ COLUMNS: Final = (
     "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
     "starved_s", "probe_s", "work", "flags", "group_wait_s",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RingsRead:
+    """What one look has read anew from a rank's rings, in order."""
+
+    step_times_s: Sequence[float] = ()
+    sections: Sequence[SectionDuration] = ()
+    timings: Sequence[StepTiming] = ()
 
 
 @dataclass(slots=True)
@@ -58,8 +67,9 @@ class Sampler:
         self._steps.clear()
         self._attempt = attempt
 
-    def sample(self, now_s: float, views: Mapping[int, tuple[int, SlotView | None]]) -> None:
-        """*views*: slot -> (rank, view)."""
+    def sample(self, now_s: float, views: Mapping[int, tuple[int, SlotView | None]]) -> dict[int, RingsRead]:
+        """*views*: slot -> (rank, view). Returns what was read, by rank: rings are read once, for whoever needs it."""
+        read = {}
         for slot, (rank, view) in views.items():
             if view is None:
                 continue
@@ -75,19 +85,21 @@ class Sampler:
                     step=(view.step or 0) - max(view.steps_done - 1, 0),
                     is_global=view.step_is_global,
                 )
-            self._sample_steps(slot, mine, view)
-            self._sample_sections(slot, mine, view, now_s)
+            times_s = self._sample_steps(slot, mine, view)
+            sections = self._sample_sections(slot, mine, view, now_s)
             timings, mine.timings_seen, lost = self._board.timings(slot, mine.timings_seen)
             mine.timings_lost += lost
             mine.timings.extend(timings)
             mine.untaken.extend(timings)
+            read[rank] = RingsRead(times_s, sections, timings)
             if view.step is not None:
                 self._steps[rank] = view.step
         if now_s >= self._next_s:
             self._next_s = now_s + EVERY_S
             self.flush()
+        return read
 
-    def _sample_steps(self, slot: int, mine: _RankSample, view: SlotView) -> None:
+    def _sample_steps(self, slot: int, mine: _RankSample, view: SlotView) -> list[float]:
         times_s, count, lost = self._board.step_times_s(slot, mine.steps_seen)
         newer = count - max(view.steps_done - 1, 0)  # steps that were done since the view was taken
         newest_at_s = None
@@ -105,8 +117,9 @@ class Sampler:
         for seconds in times_s:
             mine.steps.add(seconds)
         mine.steps_seen, mine.newest_at_s = count, newest_at_s
+        return times_s
 
-    def _sample_sections(self, slot: int, mine: _RankSample, view: SlotView, now_s: float) -> None:
+    def _sample_sections(self, slot: int, mine: _RankSample, view: SlotView, now_s: float) -> list[SectionDuration]:
         done, mine.durations_seen, lost = self._board.durations(slot, mine.durations_seen)
         mine.lost += lost
         if lost:
@@ -118,6 +131,7 @@ class Sampler:
         for d in done:
             mine.sections.setdefault(d.name, Gathered(6)).add(d.duration_s)
         mine.were_open = {section: now_s - section.since_s for section in view.sections}
+        return done
 
     def take_timings(self) -> dict[int, list[StepTiming]]:
         """Step timings of this attempt's ranks since the last call."""

@@ -43,7 +43,7 @@ def node(tmp_path: Path) -> Iterator[NodeMetrics]:
         board.words[base + layout.S_STEP] = 5
         board.words[base + layout.S_STEP_AT] = 1_000_000
         looks.append(RankLook(r, r, 1000 + r, "S", board.view(r)))
-    metrics.take_ranks(time.monotonic(), looks, board)
+    metrics.take_ranks(time.monotonic(), looks, {})
     numbers = {f.name: 3 for f in dataclasses.fields(GpuReading) if f.name not in _OPEN}
     gpus = [GpuReading(i, f"GPU-{i}", f"0000:{i:02x}:00", "H100", nvlinks=(1,) * 18, **numbers) for i in range(8)]
     ports = [PortReading(f"mlx5_{i}", 1, "InfiniBand", "ACTIVE", counters={"link_downed": 0}) for i in range(8)]

@@ -13,7 +13,10 @@ from steadyrun.collectors.metrics.values import Histogram
 from steadyrun.collectors.process import ProcessReader
 from steadyrun.core import layout
 from steadyrun.core.board import Board
+from steadyrun.core.journal import Journal
 from steadyrun.node.metrics import MOST_SECTIONS, NodeFacts, NodeMetrics, RankLook
+from steadyrun.node.sampling import Sampler
+from steadyrun.testing.store import ManualClock
 
 FACTS = NodeFacts("run", "n0", "1.0", 2, group_rank=0, nodes=1, world_size=2)
 
@@ -21,8 +24,9 @@ FACTS = NodeFacts("run", "n0", "1.0", 2, group_rank=0, nodes=1, world_size=2)
 class Node:
     """Two ranks on a board; the clock says what the test sets."""
 
-    def __init__(self, board: Board, root: Path, facts: NodeFacts = FACTS) -> None:
+    def __init__(self, board: Board, journal: Journal, root: Path, facts: NodeFacts = FACTS) -> None:
         self.board, self.now_s = board, 100.0
+        self.sampler = Sampler(board, journal, ManualClock(), "n0")
         self.metrics = NodeMetrics(facts, 90.0, 5090.0, lambda: 5000.0, lambda: self.now_s, process=ProcessReader(root))
         for slot in range(2):
             base = board.slot_base(slot)
@@ -31,7 +35,8 @@ class Node:
 
     def look(self, **states: str) -> None:
         looks = [RankLook(r, r, 1000 + r, states.get(f"r{r}", "S"), self.board.view(r)) for r in range(2)]
-        self.metrics.take_ranks(self.now_s, looks, self.board)
+        read = self.sampler.sample(self.now_s, {k.local_rank: (k.rank, k.view) for k in looks})
+        self.metrics.take_ranks(self.now_s, looks, read)
 
     def step(self, slot: int, step: int, seconds: float) -> None:
         base, words = self.board.slot_base(slot), self.board.words
@@ -60,8 +65,15 @@ def board() -> Iterator[Board]:
 
 
 @pytest.fixture
-def node(board: Board, tmp_path: Path) -> Node:
-    return Node(board, tmp_path)
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal.jsonl", "n0")
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def node(board: Board, journal: Journal, tmp_path: Path) -> Node:
+    return Node(board, journal, tmp_path)
 
 
 def test_ranks_as_they_are_now(node: Node) -> None:
@@ -115,8 +127,8 @@ def test_a_hung_rank_is_hung_until_it_moves(node: Node) -> None:
     assert node.get("rank_hung", "1") == 0.0
 
 
-def test_only_the_leader_tells_of_the_job(board: Board, tmp_path: Path) -> None:
-    follower = Node(board, tmp_path, replace(FACTS, group_rank=1))
+def test_only_the_leader_tells_of_the_job(board: Board, journal: Journal, tmp_path: Path) -> None:
+    follower = Node(board, journal, tmp_path, replace(FACTS, group_rank=1))
     follower.look()
     names = {f.name for f, _ in follower.metrics.series()}
     assert "steadyrun_time_seconds_total" not in names
@@ -138,20 +150,20 @@ def test_scripts_cannot_make_histograms_without_end(node: Node) -> None:
     assert len(names) == MOST_SECTIONS + 1
 
 
-def test_cpu_time_goes_on_over_attempts(board: Board, tmp_path: Path) -> None:
+def test_cpu_time_goes_on_over_attempts(board: Board, journal: Journal, tmp_path: Path) -> None:
     def live(pid: int, ticks: int) -> None:
         folder = tmp_path / str(pid) / "task" / str(pid)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "children").write_text("")
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (p) S 1 " + "0 " * 9 + f"{ticks} 0 0 0 20 0 1 0 5 0 100 0\n")
 
-    node = Node(board, tmp_path)
+    node = Node(board, journal, tmp_path)
     live(1000, 500)
     node.look()
     assert node.get("rank_cpu_seconds_total", "0") == 5.0
     live(2000, 100)
     node.now_s += 10.0
-    node.metrics.take_ranks(node.now_s, [RankLook(0, 0, 2000, "S", None)], board)
+    node.metrics.take_ranks(node.now_s, [RankLook(0, 0, 2000, "S", None)], {})
     assert node.get("rank_cpu_seconds_total", "0") == 6.0
     assert (node.get("rank_resident_memory_bytes", "0") or 0) > 0
 
