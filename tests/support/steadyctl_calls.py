@@ -23,6 +23,10 @@ class Told:
         return json.loads(self.out)
 
     @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
     def text(self) -> str:
         return " ".join(self.out.split())
 
@@ -31,8 +35,13 @@ class Told:
         return " ".join(self.err.split())
 
 
-def ckpt(*argv: object) -> Told:
-    """``ckpt("diff", a, b)``; 100 columns, no terminal, no environment."""
+def steadyctl(*argv: object, width: int = 80) -> Told:
+    """``steadyctl("show", "last", "--run", folder)``; no terminal, no environment."""
     out, err = io.StringIO(), io.StringIO()
-    code = main(["ckpt", *map(str, argv)], out, err, {}, 100)
+    code = main([str(a) for a in argv], out, err, {}, width)
     return Told(code, out.getvalue(), err.getvalue())
+
+
+def ckpt(*argv: object) -> Told:
+    """``ckpt("diff", a, b)``; 100 columns."""
+    return steadyctl("ckpt", *argv, width=100)

@@ -58,13 +58,6 @@ def serve() -> Iterator[Callable[[ExporterPlan], Served]]:
         each.exporter.close()
 
 
-def wait_for(path: Path, limit_s: float = LATE_S) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not path.exists():
-        assert time.monotonic() < deadline_s, f"{path} has not come"
-        time.sleep(0.02)
-
-
 def test_text_and_openmetrics_are_negotiated(serve: Callable[[ExporterPlan], Served]) -> None:
     served = serve(ExporterPlan("127.0.0.1:0"))
     kind, body = served.get("/metrics")
@@ -105,12 +98,14 @@ def test_a_taken_port_is_said_and_a_range_takes_the_next(serve: Callable[[Export
             assert port < int(ranged.address.rpartition(":")[2]) <= last
 
 
-def test_files_are_there_while_the_job_is(tmp_path: Path, serve: Callable[[ExporterPlan], Served]) -> None:
+def test_files_are_there_while_the_job_is(
+    tmp_path: Path, serve: Callable[[ExporterPlan], Served], wait_until: Callable[..., object]
+) -> None:
     sd, text = tmp_path / "sd", tmp_path / "text"
     served = serve(ExporterPlan("127.0.0.1:0", sd, text))
     served.exporter.take_membership(3)
-    wait_for(sd / "run_1-n0.json")
-    wait_for(text / "run_1-n0.prom")
+    wait_until((sd / "run_1-n0.json").exists, LATE_S)
+    wait_until((text / "run_1-n0.prom").exists, LATE_S)
     (target,) = json.loads((sd / "run_1-n0.json").read_text())
     assert target == {"targets": [served.address], "labels": {"run_id": "run/1", "node_rank": "3"}}
     content = (text / "run_1-n0.prom").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from steadyctl_calls import Told, steadyctl
 
 from steadyrun.core import layout
 from steadyrun.core.board import Board
@@ -30,39 +30,14 @@ from steadyrun.core.records import (
     to_json,
 )
 from steadyrun.core.runfolder import RunFolder
-from steadyrun.ctl.main import main
 
 T0 = 1_700_000_000.0
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one call of steadyctl did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def lines(self) -> list[str]:
-        return self.out.splitlines()
-
-
 @pytest.fixture
-def ctl() -> Callable[..., Result]:
-    """``ctl("show", "last", "--run", folder)``; 80 columns, no terminal."""
-
-    def call(*argv: object, width: int = 80) -> Result:
-        out, err = io.StringIO(), io.StringIO()
-        code = main([str(a) for a in argv], out, err, {}, width)
-        return Result(code, out.getvalue(), err.getvalue())
-
-    return call
+def ctl() -> Callable[..., Told]:
+    return steadyctl
 
 
 def rank_evidence(rank: int, where: str, attempt: int = 0, log: tuple[str, ...] = ()) -> RankEvidence:
