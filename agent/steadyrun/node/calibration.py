@@ -21,6 +21,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
+from steadyrun.core.files import write_atomically
 from steadyrun.core.runfolder import RunFolder, list_runs
 from steadyrun.core.sections import SETUP, STEP
 from steadyrun.detect.calibrate import Costs, History, SectionKey, SectionStatistics
@@ -250,9 +251,7 @@ def _read(path: Path) -> _Kept | None:
 def _write(path: Path, kept: _Kept) -> None:
     mean_s = kept.restarts_s / kept.restarts if kept.restarts else 0.0
     data = {**kept.history.to_json(), RESTARTS: {"n": kept.restarts, "mean_s": round(mean_s, 3)}}
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(data))
 
 
 @contextlib.contextmanager

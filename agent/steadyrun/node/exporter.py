@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+
+from steadyrun.core.files import write_atomically
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -239,15 +240,10 @@ class Exporter:
 
     def _replace(self, path: Path, data: bytes) -> None:
         """Whole at every moment; a full disk or a missing folder is said once per file."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # neither *.json nor *.prom: nobody reads it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            temporary.chmod(0o644)  # Prometheus and node_exporter run as other users
-            temporary.replace(path)
+            write_atomically(path, data, 0o644)  # Prometheus and node_exporter run as other users
         except OSError as e:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             log.warning("metrics_file_not_written", path=str(path), error=e.strerror or str(e))
             return
         if path not in self._written:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from steadyrun.collectors.flight.source import FlightSource
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import Action, FaultClass, Mode
 from steadyrun.core.clock import Clock
+from steadyrun.core.files import write_atomically
 from steadyrun.core.flight import FlightDetails, RankFlight
 from steadyrun.core.records import (
     DeviceEvent,
@@ -707,8 +707,4 @@ def _size_bytes(flight: RankFlight) -> int:
 
 def _replace(path: Path, text: str) -> None:
     """Write it whole, for its owner only: stacks and logs may tell secrets."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as f:
-        f.write(text)
-    temporary.replace(path)
+    write_atomically(path, text, 0o600)

@@ -33,6 +33,7 @@ from steadyrun.core.board import Board, SlotView
 from steadyrun.core.classes import Action, ExitClass, Mode
 from steadyrun.core.clock import Clock
 from steadyrun.core.errors import SteadyrunError
+from steadyrun.core.files import write_atomically
 from steadyrun.core.journal import Journal
 from steadyrun.core.records import ExitRecord
 from steadyrun.core.runfolder import RunFolder
@@ -1351,12 +1352,8 @@ class NodeAgent:
             "node_check": self._gate.status(),
             "devices": self._devices.told() if self._devices is not None else None,
         }
-        temporary = self._live_path.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(data, default=str))
-            temporary.replace(self._live_path)
-        except OSError:
-            pass  # a full or vanished disk: the status is stale, the job goes on
+        with contextlib.suppress(OSError):  # a full or vanished disk: the status is stale, the job goes on
+            write_atomically(self._live_path, json.dumps(data, default=str))
 
     def _limits_told(self) -> dict[str, Any]:
         """Those in force; calibrated ones are among ``sections``."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.core.clock import Clock
+from steadyrun.core.files import write_atomically
 from steadyrun.core.records import Finding
 from steadyrun.core.runfolder import RunFolder, list_runs
 from steadyrun.detect.faulttable import FaultKind
@@ -139,11 +139,9 @@ class ScoreKeeper:
     def _write(self) -> None:
         """Atomically. A full disk must not end the job: what is known stays in memory."""
         data = self.scores.to_json(tuple(self._machines.values()), self._clock.unix_s())
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            temporary.write_text(json.dumps(data))
-            temporary.replace(self._path)
+            write_atomically(self._path, json.dumps(data))
 
 
 def _marks_beside(folder: RunFolder) -> list[Mark]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.core.errors import ConfigError
+from steadyrun.core.files import write_atomically
 from steadyrun.ctl.console import Console
-from steadyrun.ctl.files import write_atomically
 from steadyrun.postmortem.case import Report
 from steadyrun.postmortem.judging import Outcome, judge_case, outcome_of_report
 from steadyrun.postmortem.opening import UnusableError, open_case

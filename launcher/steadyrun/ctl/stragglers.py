@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steadyrun.core.errors import ConfigError
+from steadyrun.core.files import write_atomically
 from steadyrun.core.records import to_json
 from steadyrun.ctl.console import Console
-from steadyrun.ctl.files import write_atomically
 from steadyrun.ctl.runs import NotFoundError, open_run
 
 if TYPE_CHECKING:  # NumPy takes a fifth of a second to import, which other commands need not wait for

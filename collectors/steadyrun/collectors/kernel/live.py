@@ -22,6 +22,7 @@ from typing import Final, Protocol
 from steadyrun.collectors.kernel.events import Assembler, Folding, KernelEvent
 from steadyrun.collectors.kernel.lines import KernelLine, device_of, is_continuation, read_kmsg, read_line
 from steadyrun.core.boot import boot_id as this_boot
+from steadyrun.core.files import write_atomically
 
 __all__ = ["KernelWatch", "Position", "read_position", "write_position"]
 
@@ -59,9 +60,7 @@ def write_position(path: Path, position: Position) -> None:
     """Replace the file in one go; raises OSError."""
     data = {"schema": POSITION_SCHEMA, "boot_id": position.boot_id}
     data |= {"sequence": position.sequence, "cursor": position.cursor}  # type: ignore[dict-item]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data))
-    temporary.replace(path)
+    write_atomically(path, json.dumps(data))
 
 
 class _Source(Protocol):

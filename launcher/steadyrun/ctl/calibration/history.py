@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.core.errors import ConfigError
+from steadyrun.core.files import write_atomically
 from steadyrun.core.sections import CHECKPOINTING, SETUP, STEP
 from steadyrun.ctl.calibration.replay import limit_s
 from steadyrun.ctl.calibration.weighing import Section
-from steadyrun.ctl.files import write_atomically
 from steadyrun.detect.calibrate import OUT_OF_SECTION, Costs, History
 from steadyrun.detect.calibrate.following import ONCE_A_START
 from steadyrun.detect.calibrate.statistics import STATISTICS_SCHEMA
