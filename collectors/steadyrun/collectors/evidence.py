@@ -56,6 +56,7 @@ class _Pace:
 AFTER_A_DEATH: Final = _Pace(socket_s=0.0, source_s=0.35, stacks_s=0.5, py_spy_s=2.0, watch_s=0.0)
 IN_A_HANG: Final = _Pace(socket_s=0.3, source_s=5.0, stacks_s=2.0, py_spy_s=5.0, watch_s=0.2)
 BLOCKED_STACKS_LIMIT_S: Final = 0.3  # state D: the handler runs when the system call returns, most likely not now
+EXIT_TOLD_LIMIT_S: Final = 1.0  # for all ranks that ended meanwhile
 LOG_LINES: Final = 50
 _ANSWER_BYTES: Final = 1 << 20
 _EXCEPTION_BYTES: Final = 1 << 20
@@ -241,10 +242,20 @@ class EvidenceCollector:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
             if thread.is_alive():
                 draft.lacks(f"collection was not finished in {limit_s:g} s")
+        until_s = time.monotonic() + EXIT_TOLD_LIMIT_S
         for draft in drafts:
             if exit_of is not None and draft.target.exit is None:
-                self._ended_meanwhile(draft, exit_of(draft.target.rank))
+                self._ended_meanwhile(draft, self._exit_of(draft, exit_of, until_s))
         return tuple(d.evidence for d in drafts)
+
+    def _exit_of(self, draft: _Draft, told: Callable[[int], ExitRecord | None], until_s: float) -> ExitRecord | None:
+        """What is *told* of its end; waited for where the process is gone, as whoever reaps it may not have run yet."""
+        facts = draft.evidence.process
+        while (exit_ := told(draft.target.rank)) is None and time.monotonic() < until_s:
+            if (facts is not None and facts.dead_main) or self.process.state(draft.target.pid) not in (None, "Z", "X"):
+                break
+            time.sleep(0.01)
+        return exit_
 
     def _collect_rank(self, draft: _Draft, stack_signal: int, deadline_s: float) -> None:
         steps: list[tuple[str, Callable[[_Draft, float], None]]] = [

@@ -106,6 +106,28 @@ def test_rank_that_dies_meanwhile_is_read_again(start_worker, tmp_path: Path) ->
     assert "incidents/0001/rank_0.exception.json" in found.files
 
 
+def test_end_of_a_rank_that_nobody_has_reaped_yet_is_waited_for(start_worker, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    worker = start_worker("raises")
+    worker.go_on()
+    os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    told: list[ExitRecord | None] = [None, None, ExitRecord(1, None, 2.0)]
+    collector = EvidenceCollector("node")
+    (found,) = collector.collect(
+        [target(0, worker)], tmp_path / "incidents/0001", STACK_SIGNAL, 20.0, lambda rank: told.pop(0)
+    )
+    assert found.exit == ExitRecord(1, None, 2.0)
+    assert told == []
+
+
+def test_end_of_a_rank_that_lives_is_not_waited_for(start_worker, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    worker = start_worker("sleeps")
+    asked: list[int] = []
+    collector = EvidenceCollector("node")
+    (found,) = collector.collect([target(0, worker)], tmp_path / "incidents/0001", STACK_SIGNAL, 20.0, asked.append)
+    assert found.exit is None
+    assert asked == [0]
+
+
 def test_slow_source_takes_no_time_from_the_whole(start_worker, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     release = threading.Event()
 
