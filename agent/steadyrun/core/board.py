@@ -19,7 +19,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from steadyrun.core.errors import BoardError
 from steadyrun.core.integrity import STATES, IntegrityWords
@@ -107,8 +107,7 @@ class OpenSection:
     lane: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SectionDuration:
+class SectionDuration(NamedTuple):
     """One completed section: its name, how long it took in seconds, and its place in the count (0 is the first)."""
 
     name: str
@@ -161,6 +160,7 @@ class Board:
         self._doubles = memoryview(mapping).cast("d")
         self.base_ns = int(self.words[H_BASE_NS])
         self.slots = int(self.words[H_SLOTS])
+        self._names: dict[int, tuple[int, list[str]]] = {}  # by slot: its owner, and names as read
 
     @classmethod
     def create(cls, path: Path, slots: int) -> Board:
@@ -247,6 +247,7 @@ class Board:
     def clear_slot(self, slot: int) -> None:
         """Forget everything an earlier incarnation left; by the agent, before a spawn."""
         base = self.slot_base(slot)
+        self._names.pop(base, None)
         self.words[base : base + SLOT_WORDS] = memoryview(bytes(SLOT_WORDS * 8)).cast("Q")
 
     def close(self, unlink: bool = False) -> None:
@@ -275,17 +276,20 @@ class Board:
         sections: list[OpenSection] = []
         base_s = self.base_ns / 1e9
         last_change_s: float | None = None  # when a section was closed last
+        lanes = cast(list[float], self._doubles[base + S_LANES : base + S_RING].tolist())
         for lane in range(LANES):
-            start = S_LANES + lane * LANE_WORDS + 1
+            start = lane * LANE_WORDS + 1
             is_open = True
-            for entry in self._doubles[base + start : base + start + LANE_DEPTH].tolist():
+            for entry in lanes[start : start + LANE_DEPTH]:
+                if entry == 0.0:
+                    break  # nothing was ever as deep
                 tag, at_s = divmod(entry, TAG_S)
                 is_open = is_open and tag > 0
                 if is_open:
                     name_id = int(tag) - 1
                     first = name_id < NAMES and int(self.words[base + S_NAME_COUNTS + name_id]) == 0
                     sections.append(OpenSection(self._name(base, name_id), at_s + base_s, first, lane))
-                elif tag == 0 and at_s > 0:
+                elif tag == 0:
                     last_change_s = max(last_change_s or 0.0, at_s + base_s)
         flags = c[S_FLAGS]
         return SlotView(
@@ -311,30 +315,45 @@ class Board:
         )
 
     def _name(self, base: int, name_id: int) -> str:
-        if name_id == 0 or name_id >= min(int(self.words[base + S_NAMES]), NAMES):
+        """Names are only ever added by one owner, so that each is decoded once."""
+        used = min(int(self.words[base + S_NAMES]), NAMES)
+        if name_id == 0 or name_id >= used:
             return OTHER
-        start = base + S_NAME_TABLE + name_id * NAME_BYTES // 8
-        raw = self.words[start : start + NAME_BYTES // 8].tobytes()
-        return raw.rstrip(b"\0").decode("utf-8", errors="replace") or OTHER
+        owner = int(self.words[base + S_OWNER_PID])
+        known_of, names = self._names.get(base, (0, []))
+        if known_of != owner or len(names) > used:
+            names = []
+            self._names[base] = (owner, names)
+        for i in range(len(names), name_id + 1):
+            start = base + S_NAME_TABLE + i * NAME_BYTES // 8
+            raw = self.words[start : start + NAME_BYTES // 8].tobytes()
+            names.append(raw.rstrip(b"\0").decode("utf-8", errors="replace") or OTHER)
+        return names[name_id]
 
     def durations(self, slot: int, seen: int) -> tuple[list[SectionDuration], int, int]:
         """Sections completed since count *seen*: (durations in order, new count, how many were overwritten unread)."""
         base = self.slot_base(slot)
-        count = int(self.words[base + S_RING_COUNT])
-        lost = max(count - seen - RING, 0)
-        out: list[SectionDuration] = []
-        for i in range(seen + lost, count):
-            entry = int(self.words[base + S_RING + (i & (RING - 1))])
-            out.append(SectionDuration(self._name(base, entry >> RING_SHIFT), (entry & (1 << RING_SHIFT) - 1) / 1e9))
-        return out, count, lost
+        entries, count, lost = self._unread(base + S_RING, RING, int(self.words[base + S_RING_COUNT]), seen)
+        mask = (1 << RING_SHIFT) - 1
+        return [SectionDuration(self._name(base, e >> RING_SHIFT), (e & mask) / 1e9) for e in entries], count, lost
 
     def step_times_s(self, slot: int, seen: int) -> tuple[list[float], int, int]:
         """Step times since count *seen*: (seconds in order, new count, how many were overwritten unread)."""
         base = self.slot_base(slot)
         count = int(self.words[base + S_STEP_RING_COUNT])
-        lost = max(count - seen - STEP_RING, 0)
-        ring = base + S_STEP_RING
-        return [int(self.words[ring + (i & (STEP_RING - 1))]) / 1e9 for i in range(seen + lost, count)], count, lost
+        entries, count, lost = self._unread(base + S_STEP_RING, STEP_RING, count, seen)
+        return [ns / 1e9 for ns in entries], count, lost
+
+    def _unread(self, start: int, size: int, count: int, seen: int) -> tuple[list[int], int, int]:
+        """Entries of a ring since count *seen*, *count* itself, and how many were overwritten unread."""
+        lost = max(count - seen - size, 0)
+        first, last = (seen + lost) & (size - 1), count & (size - 1)
+        if count <= seen:
+            return [], count, 0
+        if first < last:
+            return self.words[start + first : start + last].tolist(), count, lost
+        whole = self.words[start : start + size].tolist()
+        return whole[first:] + whole[:last], count, lost
 
     def integrity(self, slot: int) -> IntegrityWords:
         """What the slot says of checks of the rank's bytes."""
@@ -361,17 +380,25 @@ class Board:
         count = int(self.words[base + S_TIMING_COUNT])
         if count <= seen:
             return [], count, 0
-        start = base + S_TIMING
-        ring = cast(list[float], self._doubles[start : start + TIMING_RING * TIMING_WORDS].tolist())
+        begin = max(seen, count - TIMING_RING + 1)
+        words = self._timing_words(base + S_TIMING, begin, count)
         oldest = int(self.words[base + S_TIMING_COUNT]) - TIMING_RING + 1  # those before may have changed as we read
-        first = max(seen, oldest)
+        first = max(begin, oldest)
         out: list[StepTiming] = []
-        for i in range(first, count):
-            at = (i & (TIMING_RING - 1)) * TIMING_WORDS
-            timing = _timing(ring[at : at + len(TIMING_FIELDS)])
+        for at in range((first - begin) * TIMING_WORDS, len(words), TIMING_WORDS):
+            timing = _timing(words[at : at + len(TIMING_FIELDS)])
             if timing is not None:
                 out.append(timing)
         return out, count, min(first, count) - seen
+
+    def _timing_words(self, start: int, begin: int, count: int) -> list[float]:
+        """Of the entries from *begin* to before *count*, in order."""
+        first, last = (i & (TIMING_RING - 1) for i in (begin, count))
+        to_end = start + (TIMING_RING if first >= last else last) * TIMING_WORDS
+        words = cast(list[float], self._doubles[start + first * TIMING_WORDS : to_end].tolist())
+        if first >= last:
+            words += cast(list[float], self._doubles[start : start + last * TIMING_WORDS].tolist())
+        return words
 
 
 def _timing(words: list[float]) -> StepTiming | None:

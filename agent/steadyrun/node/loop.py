@@ -74,10 +74,13 @@ __all__ = ["NodeAgent", "NodeSpec", "Outcome", "RankFailure", "RankLauncher", "S
 log = structlog.get_logger()
 
 POLL_S: Final = 0.5  # how often the board is read while nothing is due
-TAIL_S: Final = 0.1  # how often growing log files are looked at
+STEADY_POLL_S: Final = 1.0  # the same once nothing but steps has gone on for STEADY_AFTER_S
+STEADY_AFTER_S: Final = 3.0
+STEADY_RINGS: Final = 0.5  # of each ring may fill up within a second then
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
 LOADED_LIMIT_S: Final = 20.0  # standbys wait this long for the ranks' lists of modules
 DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
+STEADY_DESCENDANTS_S: Final = 20.0
 WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
 IDLE_S: Final = 1.0  # after SIGTERM: without CPU and data for this long a rank counts as blocked
 IDLE_POLL_S: Final = 0.2
@@ -355,7 +358,7 @@ class NodeAgent:
         self._root_cause: int | None = None
         self._outcome: Outcome | None = None
         self._next_poll_s = 0.0
-        self._next_tail_s = 0.0
+        self._steady_from_s = math.inf
         self._next_live_s = 0.0
         self._next_waiting_s = 0.0
         self._next_descendants_s = 0.0
@@ -394,6 +397,8 @@ class NodeAgent:
                 )
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
+            if self._tailer is not None and (growth := self._tailer.fileno()) is not None:
+                self._selector.register(growth, selectors.EVENT_READ, self._tailer.wake)
             self._exporter.start()
             if spec.devices is not None:
                 self._watch_devices(spec.devices)
@@ -411,8 +416,8 @@ class NodeAgent:
             self._machine.next_deadline_s(), self._next_poll_s, self._desk.next_deadline_s(), self._next_idle_s
         )
         if self._tailer is not None:
-            wake_s = min(wake_s, self._next_tail_s)
-        timeout_s = min(max(wake_s - now_s, 0.0), POLL_S)
+            wake_s = min(wake_s, self._tailer.due_s)
+        timeout_s = min(max(wake_s - now_s, 0.0), STEADY_POLL_S)
         busy_s = now_s - self._awake_since_s  # nobody was listened to for so long
         ready = self._selector.select(timeout_s)
         self._awake_since_s = self._clock.now_s()
@@ -423,19 +428,18 @@ class NodeAgent:
         self._board.words[layout.H_AGENT_BEAT] = layout.now_word(self._board.base_ns)
         due = now_s >= self._machine.next_deadline_s()
         if due or now_s >= self._next_poll_s:
-            self._next_poll_s = now_s + POLL_S
-            self._read_board(now_s)
-            self._feed(ev.Tick())
+            if not self._read_board(now_s):
+                self._feed(ev.Tick())
             self._look_after_standbys()
+            self._next_poll_s = now_s + (STEADY_POLL_S if self._is_steady(now_s) else POLL_S)
         if now_s >= self._next_idle_s:
             self._look_for_idle(now_s)
         if now_s >= self._next_descendants_s:
-            self._next_descendants_s = now_s + DESCENDANTS_S
+            self._next_descendants_s = now_s + (STEADY_DESCENDANTS_S if self._is_steady(now_s) else DESCENDANTS_S)
             self._processes.record_descendants()
         if now_s >= self._desk.next_deadline_s():
             self._judge_when_complete(now_s)
-        if self._tailer is not None and now_s >= self._next_tail_s:
-            self._next_tail_s = now_s + TAIL_S
+        if self._tailer is not None and now_s >= self._tailer.due_s:
             self._tailer.pump(now_s)
         self._follow_calibration(now_s)
         self._gate.tick()
@@ -462,8 +466,19 @@ class NodeAgent:
             commands = self._machine.handle(event, self._clock.now_s())
             if self._machine.phase is not before:
                 self._next_live_s = 0.0
+                is_running = self._machine.phase is ev.NodePhase.RUNNING
+                self._steady_from_s = self._clock.now_s() + STEADY_AFTER_S if is_running else math.inf
                 self._record("phase", phase=self._machine.phase)
             self._do(commands)
+
+    def _is_steady(self, now_s: float) -> bool:
+        """Deadlines are met at their own times, so that looks only have to be as frequent as rings fill up."""
+        return (
+            now_s >= self._steady_from_s
+            and self._sampler.rings_per_s <= STEADY_RINGS
+            and (self._standbys is None or self._standbys.is_settled)
+            and self._standbys_due_s == math.inf
+        )
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name=f"steadyrun-{name}", daemon=True).start()
@@ -1236,9 +1251,10 @@ class NodeAgent:
         self._integrity.sample(now_s, self._ranks.values(), words, views)
         return read
 
-    def _read_board(self, now_s: float) -> None:
+    def _read_board(self, now_s: float) -> bool:
+        """Look at all ranks; False where the machine has heard of no look."""
         if not self._ranks:
-            return
+            return False
         self._views = self._fresh_views()
         calls = max((v.stop_calls for v in self._views.values() if v is not None), default=0)
         then_s, before = self._last_calls
@@ -1262,8 +1278,10 @@ class NodeAgent:
         self._metrics.take_ranks(now_s, looks, read)
         self._follow_devices(now_s)
         self._feed(ev.StatesRead(states))
-        if self._attempt == attempt:  # the first event may have begun the next attempt, whose ranks have no view yet
-            self._feed(ev.BoardRead(views))
+        if self._attempt != attempt:
+            return False  # the first event has begun the next attempt, whose ranks have no view yet
+        self._feed(ev.BoardRead(views))
+        return True
 
     # -- metrics -----------------------------------------------------------------------------------------------------
     def _facts(self, m: Membership) -> NodeFacts:
@@ -1428,6 +1446,9 @@ class NodeAgent:
         if self._saver is not None:
             self._saver.close()
         if self._tailer is not None:
+            growth = self._tailer.fileno()
+            if growth is not None and growth in self._selector.get_map():
+                self._selector.unregister(growth)
             self._tailer.close()
         done = self._outcome is not None and self._outcome.exit_class is ExitClass.OK
         self._close_channel()

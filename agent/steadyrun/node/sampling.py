@@ -10,6 +10,7 @@ from typing import Any, Final
 from steadyrun.core.board import Board, OpenSection, SectionDuration, SlotView
 from steadyrun.core.clock import Clock
 from steadyrun.core.journal import Journal
+from steadyrun.core.layout import RING, STEP_RING, TIMING_RING
 from steadyrun.core.timing import StepTiming
 from steadyrun.node.gathered import Gathered
 
@@ -58,7 +59,14 @@ class Sampler:
         self._ranks: dict[int, _RankSample] = {}
         self._attempt = 0
         self._next_s = 0.0
+        self._sampled_s = 0.0
         self._steps: dict[int, int] = {}
+        self._rings_per_s = 0.0
+
+    @property
+    def rings_per_s(self) -> float:
+        """How often the ring that fills fastest was filled in a second, between the last two looks."""
+        return self._rings_per_s
 
     def begin_attempt(self, attempt: int) -> None:
         """What was gathered belongs to the old attempt: write it, then start afresh."""
@@ -70,6 +78,7 @@ class Sampler:
     def sample(self, now_s: float, views: Mapping[int, tuple[int, SlotView | None]]) -> dict[int, RingsRead]:
         """*views*: slot -> (rank, view). Returns what was read, by rank: rings are read once, for whoever needs it."""
         read = {}
+        filled = 0.0
         for slot, (rank, view) in views.items():
             if view is None:
                 continue
@@ -92,8 +101,11 @@ class Sampler:
             mine.timings.extend(timings)
             mine.untaken.extend(timings)
             read[rank] = RingsRead(times_s, sections, timings)
+            filled = max(filled, len(times_s) / STEP_RING, len(sections) / RING, len(timings) / TIMING_RING)
             if view.step is not None:
                 self._steps[rank] = view.step
+        self._rings_per_s = filled / max(now_s - self._sampled_s, 1e-3)
+        self._sampled_s = now_s
         if now_s >= self._next_s:
             self._next_s = now_s + EVERY_S
             self.flush()

@@ -105,6 +105,11 @@ class StandbyPool:
                 self._count_death(local_rank, f"cannot be started: {e}")
         return started
 
+    @property
+    def is_settled(self) -> bool:
+        """None is to be started, and none on its way."""
+        return not self._due_s and all(s.is_ready for s in self._standbys.values())
+
     def ready(self) -> set[int]:
         """Local ranks whose standby has imported everything."""
         self._see_ready()

@@ -25,7 +25,7 @@ from steadyrun.node.control import ControlChannel, PaceTold
 from steadyrun.node.pacejudge import PaceEvent, PaceJudge, PaceNews
 from steadyrun.node.reporting import Desk, RankPlace
 from steadyrun.node.slowaction import CostMeter, SlowAction
-from steadyrun.node.timingwire import MOST_NAME, NodeFacts, RankFacts, TimingInbox, TimingOutbox, role_of
+from steadyrun.node.timingwire import MOST_NAME, NodeFacts, PacesTold, RankFacts, TimingInbox, TimingOutbox, role_of
 
 __all__ = ["ACTIONS", "Replacement", "Straggling", "read_place", "read_role"]
 
@@ -184,7 +184,7 @@ class Straggling:
     def _read_heard(self, judge: PaceJudge) -> None:
         """What this node's ranks told and what was heard of the other nodes, all at once."""
         own, self._rows = self._outbox.put(self._rows) if self._rows else b"", {}
-        told = self._inbox.take(self._heard)
+        told = self._inbox.take(self._heard) if self._heard else PacesTold(b"")
         self._heard = {}
         for group_rank, why in told.refused.items():
             log.warning("timings_unreadable", group_rank=group_rank, error=why)

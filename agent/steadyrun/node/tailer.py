@@ -15,8 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Final
+
+from steadyrun.node.filewatch import FileWatch
 
 __all__ = ["LogTailer", "split_whole_lines"]
 
@@ -24,6 +27,10 @@ STDOUT: Final = 1
 STDERR: Final = 2
 READ_BYTES: Final = 256 * 1024  # per file and pump
 PARTIAL_AFTER_S: Final = 0.25
+PUMP_S: Final = 0.1  # between two pumps while something is written
+QUIET_AFTER_S: Final = 1.0  # since the last of it, files are watched instead
+WATCHED_PUMP_S: Final = 2.0  # for files that cannot be watched, or whose writer is on another host
+UNWATCHED_PUMP_S: Final = 0.5  # where nothing can be watched
 QUEUE_BYTES: Final = 1024 * 1024  # with more than this waiting for the console, files are not read on
 _WRITE_BYTES: Final = 4096  # PIPE_BUF: when a pipe polls writable, this much does not block
 _POLL_S: Final = 0.1
@@ -64,17 +71,54 @@ class LogTailer:
         is_same = _identity(stdout_fd) == _identity(stderr_fd)  # then one thread, so that lines do not mix
         self._consoles[STDERR] = self._consoles[STDOUT] if is_same else _Console(stderr_fd)
         self._has_told = False
+        self._due_s = self._quiet_from_s = -inf
+        self._is_armed = False
+        self._watch: FileWatch | None = None
+        with contextlib.suppress(OSError):
+            self._watch = FileWatch()
+
+    def fileno(self) -> int | None:
+        """Readable when a quiet file grows: call ``wake`` then. None: ``due_s`` has to do."""
+        return self._watch.fileno() if self._watch is not None else None
+
+    @property
+    def due_s(self) -> float:
+        """When to pump next, unless woken before."""
+        return self._due_s
+
+    def wake(self) -> None:
+        """Some file has grown."""
+        if self._watch is not None:
+            self._watch.drain()
+        self._expect_more()
+
+    def _expect_more(self) -> None:
+        self._due_s = self._quiet_from_s = -inf
+        self._is_armed = False
+
+    def _next_pump_s(self, now_s: float) -> float:
+        if now_s < self._quiet_from_s:
+            return now_s + PUMP_S
+        if self._watch is None:
+            return now_s + UNWATCHED_PUMP_S
+        if self._is_armed:
+            return now_s + WATCHED_PUMP_S
+        self._is_armed = True
+        self._watch.arm(self._followed)
+        return now_s  # for what came between this pump and that
 
     def follow(self, path: Path, sink: int, prefix: str = "") -> None:
         """Copy *path*, which need not exist yet, from its start to the console's stdout (1) or stderr (2)."""
         if path not in self._followed:
             self._followed[path] = _Followed(path, sink, prefix.encode())
+            self._expect_more()
 
     def retire(self, path: Path) -> None:
         """Its writer has ended: forget the file once it is copied to its end."""
         followed = self._followed.get(path)
         if followed is not None:
             followed.is_retired = True
+            self._expect_more()
 
     def pump(self, now_s: float) -> bool:
         """Read what the files have gained, at most 256 KiB each, and hand it to the console; never blocks.
@@ -82,9 +126,10 @@ class LogTailer:
         Returns:
             Some file has more than was read: call again soon.
         """
-        has_more = False
+        has_more = is_busy = False
         for followed in list(self._followed.values()):
             if not self._consoles[followed.sink].has_room():
+                is_busy = True
                 continue
             data = self._read(followed)
             if data:
@@ -93,8 +138,12 @@ class LogTailer:
             elif followed.held and (followed.is_retired or now_s - followed.held_since_s >= PARTIAL_AFTER_S):
                 self._emit(followed, followed.held)
                 followed.held = b""
+            is_busy = is_busy or bool(data or followed.held)
             if not data and followed.is_retired:
                 self._forget(followed)
+        if is_busy or self._quiet_from_s == -inf:
+            self._quiet_from_s, self._is_armed = now_s + QUIET_AFTER_S, False
+        self._due_s = self._next_pump_s(now_s)
         self._tell_troubles()
         return has_more
 
@@ -104,9 +153,12 @@ class LogTailer:
         for followed in self._followed.values():
             followed.is_retired = True
         while self._followed and time.monotonic() < deadline_s:
-            self.pump(float("inf"))
+            self.pump(inf)
             for console in set(self._consoles.values()):
                 console.wait_until_below(QUEUE_BYTES // 2, deadline_s)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         unread_bytes = sum(_unread_bytes(f) for f in self._followed.values())
         for followed in list(self._followed.values()):
             self._forget(followed)

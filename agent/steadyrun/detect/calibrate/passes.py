@@ -18,6 +18,7 @@ Left out is the last pass of each section in an attempt that was stopped, as the
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -642,10 +643,17 @@ def _matched_by_fit(
     """
     out = [0.0] * len(times_s)
     left = []
+    order = sorted(range(len(times_s)), key=times_s.__getitem__)
+    free_s = [times_s[i] for i in order]  # of the steps that hold no pass yet, like order
     for seconds in sorted(durations_s, reverse=True):
-        places = [i for i, t in enumerate(times_s) if t >= seconds and not out[i]]
-        if places:
-            out[min(places, key=lambda i: abs(times_s[i] - seconds - usual_s))] = seconds
+        above = bisect_left(free_s, seconds + usual_s)
+        near = [above] if above < len(free_s) else []
+        if above > 0 and free_s[above - 1] >= seconds:
+            near.append(bisect_left(free_s, free_s[above - 1]))
+        if near:
+            best = min(near, key=lambda k: (abs(free_s[k] - seconds - usual_s), order[k]))
+            out[order.pop(best)] = seconds
+            del free_s[best]
         else:
             left.append(seconds)
     return out, left

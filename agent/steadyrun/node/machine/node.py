@@ -325,7 +325,9 @@ class NodeMachine:
         Raises:
             InvalidTransition: the event cannot come in this phase.
         """
-        expected_s, self._due_s = self.next_deadline_s(), None
+        expected_s = self.next_deadline_s()
+        if not isinstance(event, StatesRead):  # says itself when it changes a deadline: it comes with every look
+            self._due_s = None
         if not isinstance(event, (StatesRead, Tick)):
             self._watched_now = None
         if not isinstance(event, (BoardRead, StatesRead, Tick)):
@@ -385,6 +387,8 @@ class NodeMachine:
         if isinstance(event, (Tick, BoardRead)):
             self._expire(now_s, out)
         self._settle(now_s, out)
+        if out:
+            self._due_s = None
         return out
 
     def _invalid(self, event: Event) -> InvalidTransition:
@@ -540,10 +544,12 @@ class NodeMachine:
             return
         for r, rank in self._now.ranks.items():
             w, state = self._now.watches[r], states.get(r, "")
-            if state not in ("T", "D") or not rank.is_alive:
-                w.state, w.state_since_s, w.state_told = state, inf, False
-            elif state != w.state:
-                w.state, w.state_since_s, w.state_told = state, now_s, False
+            if state == w.state:
+                continue
+            is_held = state in ("T", "D") and rank.is_alive
+            if is_held or w.state_since_s != inf:
+                self._due_s = None
+            w.state, w.state_since_s, w.state_told = state, now_s if is_held else inf, False
         self._tell_stopped(now_s, out)
 
     def _tell_stopped(self, now_s: float, out: list[Command]) -> None:
