@@ -190,3 +190,60 @@ def test_one_console_for_both_streams_keeps_lines_whole(tmp_path: Path, console:
     lines = console.read(console.out_read, 12 * 5001).splitlines()
     assert all(set(line) in ({ord("o")}, {ord("e")}) for line in lines)
     tailer.close()
+
+
+def is_woken(tailer: LogTailer) -> bool:
+    fd = tailer.fileno()
+    assert fd is not None
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_quiet_files_are_watched_instead_of_read(tmp_path: Path, console: Console) -> None:
+    tailer = LogTailer(console.out_write, console.err_write)
+    log = tmp_path / "log"
+    append(log, b"one\n")
+    tailer.follow(log, STDOUT)
+    now_s, pumps = 100.0, 0
+    while now_s < 110.0:
+        assert tailer.due_s <= now_s
+        tailer.pump(now_s)
+        now_s, pumps = max(tailer.due_s, now_s), pumps + 1
+    assert pumps < 20  # ten times a second for a second, then hardly ever
+    assert not is_woken(tailer)
+
+    append(log, b"two\n")
+    assert is_woken(tailer)
+    tailer.wake()
+    assert not is_woken(tailer)
+    assert tailer.due_s <= now_s
+    tailer.pump(now_s)
+    assert console.read(console.out_read, 8) == b"one\ntwo\n"
+    assert tailer.due_s <= now_s + 0.1  # more may come
+    append(log, b"three\n")
+    assert not is_woken(tailer)  # a file that grows all the time wakes nobody
+    tailer.close()
+
+
+def test_what_came_just_before_the_watch_is_copied(tmp_path: Path, console: Console) -> None:
+    tailer = LogTailer(console.out_write, console.err_write)
+    log = tmp_path / "log"
+    append(log, b"one\n")
+    tailer.follow(log, STDOUT)
+    tailer.pump(100.0)
+    now_s = 102.0
+    tailer.pump(now_s)  # from now on it is watched
+    assert tailer.due_s == now_s  # but once more
+    append(log, b"two\n")
+    tailer.pump(now_s)
+    assert console.read(console.out_read, 8) == b"one\ntwo\n"
+    tailer.close()
+
+
+def test_a_new_file_is_read_at_once(tmp_path: Path, console: Console) -> None:
+    tailer = LogTailer(console.out_write, console.err_write)
+    for now_s in (100.0, 102.0, 102.0):
+        tailer.pump(now_s)
+    assert tailer.due_s > 103.0
+    tailer.follow(tmp_path / "log", STDOUT)
+    assert tailer.due_s < 102.0
+    tailer.close()
