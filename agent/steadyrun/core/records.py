@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from steadyrun.core.board import OpenSection
 from steadyrun.core.classes import Action, FaultClass, Mode
@@ -293,8 +293,15 @@ class Verdict:
         }
 
 
+_AS_IT_IS: Final = frozenset({float, int, str, bool, type(None)})
+
+
 def to_json(value: Any) -> Any:
     """Records, enums, tuples and paths as JSON values; anything else unknown becomes its text."""
+    if type(value) in _AS_IT_IS:
+        return value
+    if type(value) is list and all(type(v) is float for v in value):  # the durations in the journal
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = getattr(value, "to_json", None)
         if own is not None:

@@ -171,9 +171,15 @@ class Calibration:
             own.forget(STEP)  # times between steps, from before the first section of that name was known
         for name in self._reader.loops:
             own.forget(name)
+        run = self._folder.root.name
+        counted: dict[tuple[int, str], SectionStatistics] = {}
         for p in passes:
-            key = SectionKey(p.section, self._worlds.get(p.attempt, self._world_size), self._configuration)
-            own.of(key).observe(p.seconds, p.rank, p.step, self._folder.root.name, p.is_first, p.was_spared)
+            of_section = counted.get((p.attempt, p.section))
+            if of_section is None:
+                world_size = self._worlds.get(p.attempt, self._world_size)
+                of_section = own.of(SectionKey(p.section, world_size, self._configuration))
+                counted[p.attempt, p.section] = of_section
+            of_section.observe(p.seconds, p.rank, p.step, run, p.is_first, p.was_spared)
         for seconds in self._reader.take_restart_s():
             self._own.restarts, self._own.restarts_s = self._own.restarts + 1, self._own.restarts_s + seconds
         self._is_dirty = self._is_dirty or bool(passes)

@@ -53,7 +53,8 @@ class Gathered:
 
     def told(self) -> dict[str, Any]:
         """For a record: ``listed_s``; where there were more, ``longest`` as [place, seconds] and the others' sum."""
-        listed_s = [self._rounded(s) for s in self._newest]
+        digits = self._digits
+        listed_s = [round(s, digits) for s in self._newest]
         if self.n == len(listed_s):
             return {"listed_s": listed_s}
         least_s = _UNUSUAL * statistics.median(self._newest) if self._newest else 0.0

@@ -369,7 +369,10 @@ class History:
 
     def of(self, key: SectionKey) -> SectionStatistics:
         """The statistics under *key*, made empty where there are none yet."""
-        return self._sections.setdefault(key, SectionStatistics.empty(key))
+        found = self._sections.get(key)
+        if found is None:
+            found = self._sections[key] = SectionStatistics.empty(key)
+        return found
 
     def forget(self, section: str) -> None:
         """All that is known of *section*, at any world size."""

@@ -179,8 +179,9 @@ def _with_soft(hard: Watched, limits: Limits) -> list[Watched]:
         return [hard]
     due_s = hard.suspicion.since_s + soft_s
     ahead_s = max(0.0, min(limits.soft_window_s - limits.soft_rest_s, soft_s / 2))
-    suspicion = replace(hard.suspicion, limit_s=soft_s, accepted=False, is_soft=True)
-    return [hard, Watched(suspicion, due_s, hard.due_s, False, hard.key, due_s - ahead_s)]
+    s = hard.suspicion
+    soft = Suspicion(s.rank, s.kind, s.section, s.since_s, soft_s, accepted=False, is_soft=True)
+    return [hard, Watched(soft, due_s, hard.due_s, False, hard.key, due_s - ahead_s)]
 
 
 def _endless(who: Incarnation, limits: Limits, key: str, section: str | None, since_s: float) -> Watched | None:
