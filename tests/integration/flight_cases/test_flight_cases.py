@@ -94,6 +94,13 @@ def test_who_left_no_dump_is_known_with_the_process_states_and_suspected_without
     assert not blamed(guessed)
 
 
+def test_who_left_no_dump_is_suspected_by_the_others_alone() -> None:
+    loaded = load_folder([FOLDER / "gloo_size_mismatch" / "raw"], workers=1)
+    first = judge_flights(loaded.flights, 0, {}, loaded.details).findings[0].finding
+    assert (first.cls.value, first.ranks) == ("dead_process", (2,))
+    assert first.confidence < SURE
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_types_that_differ_outweigh_the_rank_that_gloo_ended_for_it(form: str) -> None:
     judgement = judged(FOLDER / "gloo_dtype_mismatch" / form, with_states=True)

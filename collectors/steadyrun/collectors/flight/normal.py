@@ -228,6 +228,17 @@ def configured_groups(dump: Mapping[str, Any], cache: dict[str, tuple[int, ...]]
         yield ConfiguredGroup(name, text(value.get("desc")), ranks if room >= 0 else ())
 
 
+def ranks_of_only_group(dump: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ranks of the job, from a dump of gloo's recorder where there is no group but the default one; else empty.
+
+    gloo registers its groups under one empty name. Those made later come without ranks, and the last one stays.
+    """
+    config = dump.get("pg_config")
+    value = config.get("") if isinstance(config, Mapping) and len(config) == 1 else None
+    ranks = ranks_in_order(value.get("ranks")) if isinstance(value, Mapping) else ()
+    return ranks if ranks == tuple(range(len(ranks))) else ()
+
+
 def status_of(dump: Mapping[str, Any]) -> Iterator[tuple[int, int, int, int]]:
     """(pg_id, enqueued, started, completed) of ``pg_status``; -1 where a number is missing."""
     status = dump.get("pg_status")

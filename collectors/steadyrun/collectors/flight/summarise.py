@@ -17,6 +17,7 @@ from steadyrun.collectors.flight.normal import (
     integer,
     normal_entry,
     parse_op_name,
+    ranks_of_only_group,
     sizes_of,
     status_of,
     text,
@@ -295,6 +296,8 @@ class _Reader:
                 self._changing.add(backend)
         known = self.configured.get(name)
         ranks = (known.ranks if known else ()) or self._live.ranks_of(name, desc)
+        if not ranks and desc == "default_pg":
+            ranks = ranks_of_only_group(self.dump)
         group = _Group(name, backend, desc or (known.desc if known else ""), len(self.groups), ranks)
         self.groups[(key[0], backend)] = group
         pg_id = integer(entry["pg_id"])

@@ -363,3 +363,17 @@ def test_names_of_operations() -> None:
     assert ranks_in_order("[3, x]") == ()
     assert ranks_in_order("[1, 1]") == ()
     assert TORCH.endswith("torch/distributed")
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ({"": {"name": "", "desc": "", "ranks": "[0, 1, 2]"}}, (0, 1, 2)),
+        ({"": {"name": "", "desc": "", "ranks": "[]"}}, ()),  # groups were made after the first one
+        ({"": {"name": "", "desc": "", "ranks": "[1, 2]"}}, ()),
+        ({"": "nonsense"}, ()),
+    ],
+)
+def test_gloo_names_all_ranks_where_there_is_one_group(config: dict[str, Any], ranks: tuple[int, ...]) -> None:
+    flight = summary({**dump([gloo(1)]), "pg_config": config})
+    assert group(flight).ranks == ranks
