@@ -49,7 +49,7 @@ def test_one_thread_copies_into_memory_and_no_page_is_reserved(
         writers.setdefault(os.readlink(f"/proc/self/fd/{fd}"), set()).add(threading.get_ident())
         return real(fd, parts, at_bytes)
 
-    monkeypatch.setattr(shardfile.os, "pwritev", noting)
+    monkeypatch.setattr(os, "pwritev", noting)
     monkeypatch.setattr(shardfile, "_reserve", lambda *_: pytest.fail("pages were asked for"))
     rank = PlainRank([3 * MIB, 5, MIB + 3])
     assert rank.is_in(in_memory, rank.write(in_memory, SMALL))
@@ -65,8 +65,8 @@ def test_too_little_memory_is_noticed_before_anything_is_written(
     def no_write(*_: Any) -> int:
         pytest.fail("something was written")
 
-    monkeypatch.setattr(shardfile.os, "fstatvfs", lambda fd: Nearly)
-    monkeypatch.setattr(shardfile.os, "pwritev", no_write)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: Nearly)
+    monkeypatch.setattr(os, "pwritev", no_write)
     with pytest.raises(WriteError) as caught:
         PlainRank([2 * MIB, 2 * MIB]).write(in_memory, SMALL)
     assert caught.value.reason is WriteReason.FULL
