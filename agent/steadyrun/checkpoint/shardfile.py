@@ -5,6 +5,10 @@ and then written by a second thread while the next one is hashed. Large tensors 
 disk, by direct I/O where the file system has it: that costs a sixth of the CPU of a buffered write with fsync and
 leaves the page cache to the training data. Small ones are gathered into larger writes.
 
+In a file system that lies in memory, a write is a copy into new pages, one write to a file at a time: one thread does
+nothing else, and no pages are asked for in advance, as that takes half as long as the copy and nothing could be hashed
+meanwhile.
+
 Every byte of the files belongs to an archive or an object and so to a checksum of the fragment; nothing lies between.
 
 Nothing outside of the given folder is touched, and everything is opened relative to that very folder: a writer that is
@@ -65,6 +69,8 @@ _COPIED_BYTES: Final = 256 << 10  # smaller payloads are cheaper to copy togethe
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _LOOK_AGAIN_S: Final = 0.1
 _NO_DIRECT: Final = (errno.EINVAL, errno.ENOTSUP)
+_IN_MEMORY: Final = (0x01021994, 0x858458F6)  # linux/magic.h: tmpfs, ramfs
+_STATFS_BYTES: Final = 256  # the structure has 120 at most; it begins with the type, a word of the machine
 
 
 class WriteReason(enum.Enum):
@@ -156,11 +162,12 @@ class WriteOptions:
 
     Attributes:
         direct: use direct I/O where the file system has it.
-        reserve: ask for all space first, so that a full disk is noticed before anything is written.
+        reserve: ask for all space first, so that a full disk is noticed before anything is written. Where files lie in
+            memory, it is only looked whether there is enough.
         sync: fsync files; off only where the storage cannot (and then a checkpoint is not durable).
         read_back: read everything back from the device and compare it.
         rate: shared by all writers of a node; None: no limit.
-        in_flight: pieces that are being written at a time.
+        in_flight: pieces that are being written, or wait for it, at a time.
         piece_bytes: a multiple of 4096.
         appear_within_s: how long a folder that another node has made may take to be seen here; network file systems
             remember for up to a minute that a name was not there.
@@ -524,7 +531,9 @@ class _File:
         self._flying: deque[tuple[Future[None], mmap.mmap | None]] = deque()  # with the buffer that is being written
         self._is_direct = options.direct
         self._fd = self._open()
-        self._pool = ThreadPoolExecutor(options.in_flight, thread_name_prefix="checkpoint-write")
+        # Two buffered writes to one file wait for each other, and burn a processor by it: the inode's lock spins.
+        threads = options.in_flight if self._is_direct and not _is_in_memory(self._fd) else 1
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write")
 
     def __enter__(self) -> _File:
         return self
@@ -585,7 +594,11 @@ class _File:
             fd = os.open(self._name, flags, 0o666, dir_fd=self._folder_fd)
         try:
             if self._options.reserve and self._size_bytes:
-                _reserve(fd, _pages_of(self._size_bytes))
+                if _is_in_memory(fd):
+                    os.ftruncate(fd, _pages_of(self._size_bytes))  # refused beyond the limit of the process
+                    _look_for_space(fd, self._size_bytes)
+                else:
+                    _reserve(fd, _pages_of(self._size_bytes))
         except BaseException:
             os.close(fd)
             raise
@@ -682,11 +695,25 @@ def _reserve(fd: int, size_bytes: int) -> None:
         while (code := 0 if fallocate(fd, 0, 0, size_bytes) == 0 else ctypes.get_errno()) == errno.EINTR:
             pass
     if code in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
-        there = os.fstatvfs(fd)
-        if there.f_blocks and there.f_bavail * there.f_frsize < size_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _look_for_space(fd, size_bytes)
     elif code:
         raise OSError(code, os.strerror(code))
+
+
+def _look_for_space(fd: int, size_bytes: int) -> None:
+    """OSError when the file system says that it has less than that left; some do not say."""
+    there = os.fstatvfs(fd)
+    if there.f_blocks and there.f_bavail * there.f_frsize < size_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _is_in_memory(fd: int) -> bool:
+    """Whether the file lies in a tmpfs or ramfs. They take direct I/O as well (Linux 6.6), and ignore it."""
+    statfs = _libc_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
+    told = ctypes.create_string_buffer(_STATFS_BYTES)
+    if statfs is None or statfs(fd, told) != 0:
+        return False
+    return ctypes.c_ulong.from_buffer(told).value & 0xFFFFFFFF in _IN_MEMORY
 
 
 def _start_writing_out(fd: int, at_bytes: int, size_bytes: int) -> None:
