@@ -195,7 +195,7 @@ class TimingInbox:
         with less work."""
         nodes = len(self._expected)
         order = sorted(messages)
-        if order and 0 <= order[0] and order[-1] < nodes and min(map(len, messages.values())) >= HEAD.size:
+        if order and order[0] >= 0 and order[-1] < nodes and min(map(len, messages.values())) >= HEAD.size:
             return order
         for group_rank, message in messages.items():
             if not 0 <= group_rank < nodes:
