@@ -210,9 +210,7 @@ class Checkpointer:
             TierName.SHARED,
             *((TierName.REMOTE,) if options.remote is not None and options.every_remote is None else ()),
         )
-        self._is_timed = (
-            options.every.steps is None
-        )  # the saver orders saves: a word in the snapshot memory
+        self._is_timed = options.every.steps is None  # the saver orders saves: a word in the snapshot memory
         self._setup = setup
         self._rank, self._world_size = _place(setup)
         self._attempt = (
