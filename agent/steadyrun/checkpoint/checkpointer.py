@@ -210,7 +210,7 @@ class Checkpointer:
             TierName.SHARED,
             *((TierName.REMOTE,) if options.remote is not None and options.every_remote is None else ()),
         )
-        self._is_ordered = options.every.steps is None  # by the saver, through a word in the snapshot memory
+        self._is_timed = options.every.steps is None  # the saver orders saves: a word in the snapshot memory
         self._setup = setup
         self._rank, self._world_size = _place(setup)
         self._attempt = (
@@ -389,7 +389,8 @@ class Checkpointer:
             if done % period == 0:
                 break
         else:
-            if not self._is_ordered:
+            # Saves by steps are ordered only before a restart that is planned.
+            if not self._is_timed and (arena is None or not self._is_ordered(arena, step)):
                 return None
         tiers = self._due_tiers(step)
         return self.save(step, tiers=tiers) if tiers else None
@@ -402,7 +403,7 @@ class Checkpointer:
     def _due_tiers(self, step: int) -> tuple[TierName, ...]:
         arena = self._arena
         tiers = set(tiers_at(self._options, step))
-        wanted = arena.control.wanted() if arena is not None and self._is_ordered else None
+        wanted = arena.control.wanted() if arena is not None else None
         if wanted is not None and wanted.serial != self._order_seen and wanted.step <= step:
             self._order_seen = wanted.serial
             if wanted.step == step:
@@ -410,6 +411,10 @@ class Checkpointer:
             else:
                 self._miss(wanted.step)
         return tuple(sorted(tiers, key=_NEAREST.__getitem__))
+
+    def _is_ordered(self, arena: Arena, step: int) -> bool:
+        wanted = arena.control.wanted()
+        return wanted is not None and wanted.serial != self._order_seen and wanted.step <= step
 
     def _miss(self, step: int) -> None:
         """The order came after its step: the other ranks need not wait for this one's part."""

@@ -56,6 +56,8 @@ _LONGEST_HEAR_S: Final = 60.0
 _IN_TIME_TO_NARROW: Final = 50  # orders in time before less margin is tried again
 _RETRY_FAILED_S: Final = 30.0  # doubled with every further failure, up to the interval
 _RETRY_SKIPPED_S: Final = 1.0
+_MORE_STEPS: Final = 4  # than ranks need to hear of a save, before one that was demanded is given up
+_DEMAND_S: Final = 2.0  # and so much for what is told between nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,7 @@ class Schedule:
         self._writing: set[int] = set()
         self._snapshots_while_writing = 0
         self._ordered: Order | None = None
+        self._is_demanded = False
         self._hear_s, self._in_time = _HEAR_S, 0
         self._memory_s = self._durable_s = math.nan
         self._adapt()
@@ -235,7 +238,11 @@ class Schedule:
         pause_s = max(now_s - self._stepped_at_s, 0.0)
         self._durable_at_s += pause_s
         self._memory_at_s = self._stepped_at_s = now_s  # it begins from a checkpoint: nothing is lost yet
-        self._newest, self._ordered = None, None
+        self._newest, self._ordered, self._is_demanded = None, None, False
+
+    def demand(self) -> None:
+        """A restart is planned: order a save as soon as ranks can hear of it, whatever was saved last."""
+        self._is_demanded = True
 
     def stepped(self, step: int, now_s: float) -> None:
         """The rank that is furthest has done *step*. Repeating the same step is fine."""
@@ -262,7 +269,7 @@ class Schedule:
             self._in_time += 1
             if self._in_time >= _IN_TIME_TO_NARROW:
                 self._hear_s, self._in_time = max(self._hear_s / 2.0, _HEAR_S), 0
-        self._memory_at_s = now_s
+        self._memory_at_s, self._is_demanded = now_s, False
         if TierName.SHARED in tiers:
             self._durable_at_s, self._retry_at_s = now_s, None
             self._writing.add(step)
@@ -325,7 +332,7 @@ class Schedule:
         if self._ordered is not None or self._newest is None or step_s is None:
             return None
         margin = self.margin_steps
-        tiers = self._due_by_time(now_s + margin * step_s)
+        tiers = self._demanded_tiers() if self._is_demanded else self._due_by_time(now_s + margin * step_s)
         if not tiers:
             return None
         step = self._newest + margin
@@ -357,18 +364,30 @@ class Schedule:
         durable_at_s = self._durable_at_s + durable_s if self._retry_at_s is None else self._retry_at_s
         options = self._options
         if at_s >= durable_at_s and not self._writing:
-            tiers = {TierName.SHARED} | _memory_tiers(options)
-            if options.local and options.every_local is None:
-                tiers.add(TierName.LOCAL)
-            if options.remote and options.every_remote is None:
-                tiers.add(TierName.REMOTE)
-            return frozenset(tiers)
-        # While a snapshot is written, it keeps its slot, and the newest one keeps the other.
-        has_room = not self._writing or self._snapshots_while_writing < options.slots - 1
+            return self._durable_tiers()
         has_memory_tier = self._every.is_auto and options.slots > 0 and options.every_memory is None
-        if has_memory_tier and has_room and at_s >= self._memory_at_s + memory_s:
+        if has_memory_tier and self._has_room and at_s >= self._memory_at_s + memory_s:
             return frozenset(_memory_tiers(options))
         return frozenset()
+
+    def _demanded_tiers(self) -> frozenset[TierName]:
+        if not self._writing:
+            return self._durable_tiers()
+        return frozenset(_memory_tiers(self._options) if self._has_room else ())
+
+    def _durable_tiers(self) -> frozenset[TierName]:
+        options = self._options
+        tiers = {TierName.SHARED} | _memory_tiers(options)
+        if options.local and options.every_local is None:
+            tiers.add(TierName.LOCAL)
+        if options.remote and options.every_remote is None:
+            tiers.add(TierName.REMOTE)
+        return frozenset(tiers)
+
+    @property
+    def _has_room(self) -> bool:
+        """While a snapshot is written, it keeps its slot, and the newest one keeps the other."""
+        return not self._writing or self._snapshots_while_writing < self._options.slots - 1
 
     # -- figures -----------------------------------------------------------------------------------------------------
     @property
@@ -376,6 +395,11 @@ class Schedule:
         """Seconds per step; None until one was timed."""
         steps = [*self._quiet_steps_s, *self._busy_steps_s]
         return statistics.median(steps) if steps else None
+
+    @property
+    def demand_limit_s(self) -> float:
+        """How long a save that was demanded may be waited for: the steps until it, a few more, and its stall."""
+        return (self.margin_steps + _MORE_STEPS) * (self.step_s or 0.0) + 2 * self.stall_s + _DEMAND_S
 
     @property
     def margin_steps(self) -> int:

@@ -58,6 +58,8 @@ AGENT_OPS: Final[Mapping[str, str]] = {
     "restored": "saver -> agent: all ranks of an attempt have loaded [attempt, step, older: how many older complete "
     "checkpoints there are]",
     "flush": "make the newest complete snapshot durable now [limit_s]; answered with 'flushed'",
+    "save": "have all ranks save as soon as they can hear of it, at most [limit_s]; answered with 'saved' once that is "
+    "in memory on all of them",
     "leave": "finish what is being written and end [limit_s]",
     "keep": "saver -> agent: hold this descriptor for the next saver [name], with one descriptor",
     "drop": "saver -> agent: let go of it [name]",
@@ -67,6 +69,7 @@ AGENT_OPS: Final[Mapping[str, str]] = {
     "note": "saver -> agent: say this to the user [text]",
     "journal": "saver -> agent: write this record [type, fields]",
     "flushed": "saver -> agent: [step or null, why]",
+    "saved": "saver -> agent: [step or null, why]",
 }
 
 _MOST_BYTES: Final = 256 << 20

@@ -85,6 +85,8 @@ WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
 IDLE_S: Final = 1.0  # after SIGTERM: without CPU and data for this long a rank counts as blocked
 IDLE_POLL_S: Final = 0.2
 IDLE_CPU_S: Final = 0.01
+SAVE_FIRST_S: Final = 30.0  # a planned restart waits for a save at most so long; the saver, for a few steps
+SAVE_ANSWER_S: Final = 3.0
 STOP_CALL_MARGIN_S: Final = 0.5  # should_stop() takes effect this many seconds' worth of calls ahead
 
 
@@ -316,6 +318,7 @@ class NodeAgent:
             spec.node, clock, self._desk, self._record, say, spec.straggler_action, self._replace_slow
         )
         self._has_replaced_slow = False
+        self._planned: tuple[Replacement, tuple[int, ...], float] | None = None  # who is left out, until when it waits
         self._gate = Gatekeeper(spec.node, _gate_of(spec), clock, self._record, say, self._mailbox.post)
         self._early_decision: tuple[int, Mapping[str, Any]] | None = None  # of an attempt that has not begun here
         self._integrity = Integrity(
@@ -393,7 +396,13 @@ class NodeAgent:
             if spec.observed:
                 root = spec.run_folder.root
                 self._saver = SaverKeeper(
-                    root, spec.node, _Watcher(self._selector), self._say, self._on_saver_record, self._replan
+                    root,
+                    spec.node,
+                    _Watcher(self._selector),
+                    self._say,
+                    self._on_saver_record,
+                    self._replan,
+                    self._on_saved,
                 )
             if self._signals is not None:
                 self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signals)
@@ -729,7 +738,6 @@ class NodeAgent:
         spares = self._rendezvous.spares()
         if wanted.group_rank is not None and spares > 0 and not wanted.hosts_store:
             excluded, how = (wanted.group_rank,), f"restarting without node {wanted.node}, as others can take its place"
-            self._desk.leaves_out_slow(wanted.node)
         elif self._has_replaced_slow:
             self._say(f"steadyrun: {wanted.reason}; there is no spare node, and a restart in place has been tried")
             return
@@ -738,6 +746,27 @@ class NodeAgent:
             why = f"{wanted.node} hosts the rendezvous" if wanted.hosts_store and spares > 0 else "no spare is there"
             how = f"{why}: restarting in place, once"
         self._say(f"steadyrun: {wanted.reason}; {how}")
+        planned = (wanted, excluded, self._clock.now_s() + SAVE_FIRST_S + SAVE_ANSWER_S)
+        if self._saver is not None and self._saver.ask_save(SAVE_FIRST_S):
+            self._planned = planned  # what is trained until the stop is saved first
+        else:
+            self._restart_without_slow(planned)
+
+    def _on_saved(self, step: int | None, why: str) -> None:
+        """The saver's answer, or that there is none, before a planned restart."""
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return
+        saved = f"step {step} is saved for the restart" if step is not None else f"no save before the restart: {why}"
+        self._say(f"steadyrun: {saved}")
+        self._restart_without_slow(planned)
+
+    def _restart_without_slow(self, planned: tuple[Replacement, tuple[int, ...], float]) -> None:
+        wanted, excluded, _ = planned
+        if wanted.attempt != self._attempt or self._machine.phase is not ev.NodePhase.RUNNING:
+            return
+        if excluded:
+            self._desk.leaves_out_slow(wanted.node)
         self._publish_stop(ev.PublishStop(wanted.attempt, wanted.reason, "straggler", None, None), excluded)
 
     def _stop_corrupted(self, case: Case) -> bool:
@@ -1247,6 +1276,8 @@ class NodeAgent:
         read = self._sampler.sample(now_s, {p.local_rank: (p.rank, views[p.rank]) for p in self._ranks.values()})
         saved = max((v.checkpoints_done for v in views.values() if v is not None), default=0)
         self._pace.sample(now_s, self._sampler.take_timings(), self._ranks.values(), saved)
+        if self._planned is not None and now_s >= self._planned[2]:
+            self._on_saved(None, "the saver has not answered")
         words = {p.rank: self._board.integrity(p.local_rank) for p in self._ranks.values() if views[p.rank] is not None}
         self._integrity.sample(now_s, self._ranks.values(), words, views)
         return read

@@ -47,12 +47,14 @@ class SaverKeeper:
         say: Callable[[str], None],
         record: Callable[..., None],
         restart: Callable[[str], None],
+        saved: Callable[[int | None, str], None] = lambda step, why: None,
     ) -> None:
         """Open the socket on which ranks ask for the saver; ``socket_path`` is None where that is not possible.
 
         Args:
             record: writes a journal record: type, then fields.
             restart: asks for a restart of the ranks for the reason given (a rollback was requested).
+            saved: the answer to ``ask_save``: the step, or None and why there is none.
         """
         self._run_folder = run_folder
         self._node = node
@@ -60,6 +62,7 @@ class SaverKeeper:
         self._say = say
         self._record = record
         self._restart = restart
+        self._saved = saved
         self._listening: socket.socket | None = None
         self._folder: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -171,6 +174,15 @@ class SaverKeeper:
         self.flushed = None
         self._send("flush", limit_s=limit_s)
 
+    def ask_save(self, limit_s: float) -> bool:
+        """Have all ranks save now, as a restart is planned; the answer comes to ``saved`` within *limit_s* and little.
+
+        Returns:
+            False: there is no saver, and no answer will come.
+        """
+        self._send("save", limit_s=limit_s)
+        return self._wire is not None
+
     @property
     def is_running(self) -> bool:
         return self._process is not None
@@ -267,6 +279,9 @@ class SaverKeeper:
                 self._record("checkpoint_loaded", step=message.get("step"))
             case "flushed":
                 self.flushed = {"step": message.get("step"), "why": message.get("why", "")}
+            case "saved":
+                step = message.get("step")
+                self._saved(step if isinstance(step, int) else None, str(message.get("why", "")))
             case "restart":
                 self._restart(str(message.get("why", "a rollback was requested")))
             case _:

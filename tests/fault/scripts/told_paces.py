@@ -1,7 +1,8 @@
 """Ranks without torch that tell given step timings through the board, as the in-rank side does for a training script.
 
 Arguments: steps, seconds per step. What is told is that of steps of 0.2 s, however long they take here. A rank saves
-its step every 20 steps and goes on from there in the next attempt. Who is slow stands in ``$EVENTS/slow.json``, which a
+its step every 20 steps and goes on from there in the next attempt; with ``$CHECKPOINTS``, a folder, steadyrun's
+checkpointer does that, whose period is far longer than the test. Who is slow stands in ``$EVENTS/slow.json``, which a
 test may replace at any time: ``{"rank": {"3": 0.8}, "agent": {"4711": 0.8}}``, shares by which the forward of a rank,
 or of all ranks of an agent (by its pid), takes longer.
 """
@@ -56,13 +57,21 @@ def save(step):
         new.replace(STATE)
 
 
+def checkpointer():
+    import torch
+
+    torch.manual_seed(RANK)
+    return watch.checkpointer(os.environ["CHECKPOINTS"], model=torch.nn.Linear(4, 4), every=1_000_000)
+
+
 def main():
     steps, pace_s = int(sys.argv[1]), float(sys.argv[2])
     setup = watch._setup
     slot = Slot(setup.board, setup.slot)
     put_timing = timing_writer(slot.words, slot.base)
     noise = random.Random(RANK)
-    first, slow = saved_step() + 1, 0.0
+    ckpt = checkpointer() if "CHECKPOINTS" in os.environ else None
+    first, slow = saved_step() + 1 if ckpt is None else ckpt.resume(), 0.0
     tell("start", first=first)
     for step in range(first, steps):
         began_s = time.monotonic()
@@ -77,8 +86,11 @@ def main():
         told |= {"step": step, "at_s": time.monotonic(), "wall_s": STEP_S, "busy_s": busy_s, "cpu_s": busy_s}
         told |= {"checkpoint_s": 0.0, "wait_s": STEP_S - busy_s, "flags": TAG_FORWARD_SEEN, "starved_s": 0.0}
         put_timing(*(told.get(name, NAN) for name in TIMING_FIELDS))
+        if ckpt is not None and ckpt.step(step) is not None:
+            tell("saved", step=step)
         if step % SAVE_EVERY == SAVE_EVERY - 1:
-            save(step)
+            if ckpt is None:
+                save(step)
             tell("step", step=step)
         time.sleep(max(pace_s - (time.monotonic() - began_s), 0.0))
     tell("done")

@@ -242,6 +242,24 @@ def test_without_a_spare_it_is_restarted_in_place_once(start: JobStarter) -> Non
 
 @pytest.mark.slow
 @pytest.mark.deadline(240)
+def test_ranks_save_before_they_are_restarted_without_a_fault(start: JobStarter, tmp_path: Path) -> None:
+    """What they have trained since the last checkpoint is not lost, however long its period is."""
+    # Paces are those that the script tells: the checkpointer brings torch, and with it measured ones.
+    options = ["--standalone", f"--nproc-per-node={PER_NODE}", ACT, "--ft-timing=off"]
+    env = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
+    job = start("told_paces.py", options, [ENDLESS, PACE_S], env=env)
+    learn([job], PER_NODE)
+    order(job, rank={2: HALF})
+    job.wait_for(lambda: len(job.events("start", attempt=1)) == PER_NODE, 120, "the restart")
+    (saved,) = {e["step"] for e in job.events("saved", attempt=0)}
+    assert f"steadyrun: step {saved} is saved for the restart" in job.output
+    assert {e["first"] for e in job.events("start", attempt=1)} == {saved + 1}
+    assert saved > LEARNED
+    end([job])
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(240)
 def test_who_only_observes_says_what_would_pay(start: JobStarter) -> None:
     options = ["--standalone", f"--nproc-per-node={PER_NODE}", ACT, "--ft-mode=observe"]
     job = start("told_paces.py", options, [ENDLESS, PACE_S])

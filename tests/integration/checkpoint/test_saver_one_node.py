@@ -461,3 +461,42 @@ def test_by_time_all_ranks_are_told_to_save_at_the_same_step(job: Job) -> None:
     job.until(train, "two saves")
     steps = [[s.step for s in r.saves.values()] for r in ranks]
     assert steps[0] == steps[1]
+
+
+def test_before_a_planned_restart_all_ranks_are_told_to_save_whatever_the_period(job: Job) -> None:
+    set_options(job, every=Every(steps=1_000_000))
+    agent, ranks = ranks_of(job)
+    step, asked_at = 0, 0
+
+    def train() -> bool:
+        nonlocal step, asked_at
+        step += 1
+        if step == 20:
+            asked_at = step
+            agent.send("save", limit_s=30.0)
+        for rank in ranks:
+            assert rank.arena is not None
+            rank.arena.control.rank_step = step
+            wanted = rank.arena.control.wanted()
+            if wanted is not None and wanted.step == step:
+                rank.save(step, sorted(t.value for t in wanted.tiers))
+        job.hear(0.05)
+        return bool(agent.heard)
+
+    job.until(train, "the answer")
+    steps = [[s.step for s in r.saves.values()] for r in ranks]
+    assert steps[0] == steps[1]
+    (saved,) = steps[0]
+    assert saved > asked_at
+    assert agent.heard == [{"op": "saved", "step": saved, "why": "", "fds": []}]
+    job.until(lambda: job.is_durable(ranks, saved), "it on disk")
+
+
+def test_ranks_that_do_not_save_before_a_planned_restart_are_not_waited_for_long(job: Job) -> None:
+    agent, ranks = ranks_of(job)
+    for rank in ranks:
+        assert rank.arena is not None
+        rank.arena.control.rank_step = 3
+    agent.send("save", limit_s=0.2)
+    job.until(lambda: agent.heard, "the answer")
+    assert agent.heard == [{"op": "saved", "step": None, "why": "the ranks did not save in time", "fds": []}]

@@ -334,6 +334,41 @@ def test_one_order_at_a_time() -> None:
     assert schedule.order(31.0) is not None
 
 
+def test_a_save_that_is_demanded_is_ordered_at_once_whatever_the_period_until_one_began() -> None:
+    schedule = Schedule(Every(steps=1000), replace(OPTIONS, every=Every(steps=1000)), 0.0)
+    schedule.stepped(0, 1.0)
+    schedule.stepped(1, 2.0)
+    assert schedule.order(2.0) is None
+    schedule.demand()
+    order = schedule.order(2.0)
+    assert order == Order(3, frozenset({MEMORY, SHARED}))
+    schedule.late(3)
+    schedule.stepped(4, 5.0)
+    again = schedule.order(5.0)
+    assert again is not None
+    assert again.step > 4
+    schedule.began(again.step, again.tiers, 9.0)
+    schedule.stepped(20, 21.0)
+    assert schedule.order(21.0) is None
+
+
+def test_a_save_that_is_demanded_goes_to_memory_while_another_is_written_and_waits_without_room() -> None:
+    schedule = Schedule(Every(steps=10), replace(OPTIONS, every=Every(steps=10)), 0.0)
+    schedule.stepped(0, 1.0)
+    schedule.stepped(9, 10.0)
+    schedule.began(9, {MEMORY, SHARED}, 10.0)
+    schedule.demand()
+    order = schedule.order(10.5)
+    assert order is not None
+    assert order.tiers == {MEMORY}
+    schedule.began(order.step, order.tiers, 12.0)
+    schedule.demand()
+    assert schedule.order(12.5) is None
+    schedule.ended(9, SaveState.DURABLE, 13.0, 1.0)
+    assert schedule.order(13.5) is not None
+    assert schedule.demand_limit_s < 30.0
+
+
 def test_fast_steps_get_as_many_of_them_as_hearing_takes() -> None:
     schedule = Schedule(Every(seconds=10), OPTIONS, 0.0)
     schedule.stepped(0, 1.0)

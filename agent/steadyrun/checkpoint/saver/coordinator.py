@@ -161,9 +161,16 @@ class _Question:
 
 @dataclass(slots=True)
 class _Flush:
+    """*after*: newest step when a save was demanded, that one of a later step is waited for; None: it was not."""
+
     id: str
     waits: bool
     until_s: float
+    after: int | None = None
+
+    @classmethod
+    def of(cls, told: m.FlushTold, now_s: float) -> _Flush:
+        return cls(told.id, told.waits, now_s + told.limit_s)
 
 
 class Coordinator:
@@ -299,7 +306,7 @@ class Coordinator:
                 self._on_agree(event)
             case m.FlushTold():
                 self._flushes = [f for f in self._flushes if f.id != event.id]
-                self._flushes.append(_Flush(event.id, event.waits, now_s + event.limit_s))
+                self._flushes.append(self._demanded(event, now_s) if event.saves else _Flush.of(event, now_s))
             case m.SteppedTold():
                 if event.attempt == self._attempt.number and self.schedule is not None:
                     self._steps[event.node] = event.step
@@ -945,10 +952,26 @@ class Coordinator:
                 self._flushes.remove(flush)
                 self._out.append(Tell(answer))
 
+    def _demanded(self, event: m.FlushTold, now_s: float) -> _Flush:
+        """Ranks are to save; waits for no longer than that can take, and not at all where none would hear of it."""
+        schedule, granted = self.schedule, self._attempt.granted
+        if schedule is None or not self._steps or granted is None or granted.why:
+            return _Flush(event.id, event.waits, now_s, after=-1 if not self._steps else max(self._steps.values()))
+        schedule.demand()
+        until_s = now_s + min(event.limit_s, schedule.demand_limit_s)
+        return _Flush(event.id, event.waits, until_s, after=max(self._steps.values()))
+
     def _flushed(self, flush: _Flush, now_s: float) -> m.Flushed | None:
         """The answer, or None while it is being worked on."""
         durable = self.last.key.step if self.last is not None else None
         late = now_s >= flush.until_s
+        if flush.after is not None:
+            mine = self._attempt.number
+            staged = (s.key for s in self._saves.values() if s.staged_s < inf and s.key.attempt == mine)
+            newer = max((k.step for k in staged if k.step > flush.after), default=None)
+            if newer is None and not late:
+                return None
+            return m.Flushed(flush.id, newer, "" if newer is not None else "the ranks did not save in time")
         if (
             flush.waits
             and not late

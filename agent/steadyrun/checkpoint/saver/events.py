@@ -67,6 +67,7 @@ __all__ = [
     "RankStarted",
     "ReleaseSlot",
     "Report",
+    "SaveAsked",
     "SendRank",
     "ServePeers",
     "SetWanted",
@@ -200,6 +201,12 @@ class AttemptFailed(NamedTuple):
 
 
 class FlushAsked(NamedTuple):
+    limit_s: float
+
+
+class SaveAsked(NamedTuple):
+    """Have all ranks save as soon as they can hear of it."""
+
     limit_s: float
 
 
@@ -342,6 +349,7 @@ NodeEvent = (
     | AttemptBegan
     | AttemptFailed
     | FlushAsked
+    | SaveAsked
     | LeaveAsked
     | AgentLost
     | ArenaOpened

@@ -69,6 +69,7 @@ from steadyrun.checkpoint.saver.events import (
     RankStarted,
     ReleaseSlot,
     Report,
+    SaveAsked,
     SendRank,
     ServePeers,
     SetWanted,
@@ -150,6 +151,7 @@ _KEPT_PLANS: Final = 4
 _KEPT_ATTEMPTS: Final = 4
 _FOLDER_TIERS: Final = frozenset({TierName.LOCAL, TierName.SHARED, TierName.REMOTE})
 _AGENT: Final = "agent"
+_AGENT_SAVE: Final = "agent save"
 _STAGGERED_NODES: Final = 8
 _STAGGER_RATIO: Final = 0.05  # of what a save takes
 _STAGGER_LIMIT_S: Final = 2.0
@@ -299,6 +301,9 @@ class SaverMachine:
             case FlushAsked():
                 attempt = self._binding.attempt if self._binding is not None else -1
                 self._flush(f"{self._node}/{_AGENT}", attempt, False, event.limit_s, now_s)
+            case SaveAsked():
+                attempt = self._binding.attempt if self._binding is not None else -1
+                self._flush(f"{self._node}/{_AGENT_SAVE}", attempt, False, event.limit_s, now_s, saves=True)
             case LeaveAsked():
                 self._leave_s = now_s + event.limit_s
             case AgentLost():
@@ -936,8 +941,8 @@ class SaverMachine:
         return None
 
     # -- flushing and leaving ------------------------------------------------------------------------------------------
-    def _flush(self, name: str, attempt: int, waits: bool, limit_s: float, now_s: float) -> None:
-        told = m.FlushTold(name, attempt, waits, limit_s)
+    def _flush(self, name: str, attempt: int, waits: bool, limit_s: float, now_s: float, saves: bool = False) -> None:
+        told = m.FlushTold(name, attempt, waits, limit_s, saves)
         self._flushes[name] = (told, now_s + limit_s + 1.0)  # the coordinator answers in time, if it is there
         self._post(told)
 
@@ -948,8 +953,8 @@ class SaverMachine:
     def _answer_flush(self, name: str, step: int | None, why: str) -> None:
         node, _, rest = name.rpartition(f"{self._node}/")
         assert not node
-        if rest == _AGENT:
-            self._out.append(AnswerAgent("flushed", {"step": step, "why": why}))
+        if rest in (_AGENT, _AGENT_SAVE):
+            self._out.append(AnswerAgent("flushed" if rest == _AGENT else "saved", {"step": step, "why": why}))
             return
         attempt, _, number = rest.partition("/")
         rank = self._ranks.get((int(attempt), int(number)))

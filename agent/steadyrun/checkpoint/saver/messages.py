@@ -202,12 +202,14 @@ class FlushTold(NamedTuple):
 
     Attributes:
         waits: also for saves that are not yet in memory on all ranks.
+        saves: have all ranks save first; answered once that is in memory on all of them, durable or not.
     """
 
     id: str
     attempt: int
     waits: bool
     limit_s: float
+    saves: bool = False
 
 
 class SteppedTold(NamedTuple):

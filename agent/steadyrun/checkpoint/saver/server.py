@@ -405,6 +405,8 @@ class Server:
                 self._agent_event(e.AttemptFailed(attempt, None if step is None else int(step), signature, falls_back))
             case "flush":
                 self._agent_event(e.FlushAsked(float(message["limit_s"])))
+            case "save":
+                self._agent_event(e.SaveAsked(float(message["limit_s"])))
             case "leave":
                 self._agent_event(e.LeaveAsked(float(message["limit_s"])))
             case _:

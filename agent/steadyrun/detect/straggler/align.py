@@ -28,6 +28,7 @@ RECORD: Final = np.dtype([("step", "<i8"), ("rank", "<i4"), ("values", "<f4", (l
 RECORD_BYTES: Final = RECORD.itemsize
 MOST_STEP: Final = 1 << 62
 MOST_VALUE: Final = 3e38  # of a float of four bytes
+MOST_SPAN: Final = 1 << 12  # between steps that come at once; more are no steps of a healthy job
 NAN: Final = float("nan")
 
 Records: TypeAlias = NDArray[Any]
@@ -149,9 +150,9 @@ class StepAlignment:
         if (steps == first).all():
             self._add_step(first, ranks, records["values"], now_s)
             return
-        for step in np.unique(steps).tolist():
-            mine = steps == step
-            self._add_step(step, ranks[mine], records["values"][mine], now_s)
+        words = records.view(np.float32).reshape(len(records), -1)  # whole rows are gathered faster than parts of them
+        for step, order in _by_step(steps, first):
+            self._add_step(step, ranks[order], words.take(order, axis=0)[:, -len(FIELDS) :], now_s)
 
     def _note_returns(self, ranks: NDArray[np.intp], steps: NDArray[np.int64], first: int) -> None:
         if first > self._given:
@@ -202,6 +203,20 @@ class StepAlignment:
         self._newest.fill(-1)
         self._is_back.fill(False)
         self._given = -1
+
+
+def _by_step(steps: NDArray[np.int64], first: int) -> list[tuple[int, NDArray[np.intp]]]:
+    """Each step of *steps*, from *first* on, and where it is, in the order there."""
+    span = int(steps.max()) - first + 1
+    if span > MOST_SPAN:
+        return [(step, np.flatnonzero(steps == step)) for step in np.unique(steps).tolist()]
+    after = (steps - first).astype(np.uint16)
+    order = after.argsort(kind="stable")  # numbers of two bytes are not compared but counted: a tenth of the time
+    ends = np.bincount(after, minlength=span).cumsum().tolist()
+    begins = [0, *ends[:-1]]
+    return [
+        (first + at, order[begin:end]) for at, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin
+    ]
 
 
 def _frame(step: int, values: NDArray[np.float32]) -> StepFrame:
