@@ -38,10 +38,11 @@ def check(library: Path, tmp_path: Path) -> Callable[..., NodeReport]:
         env = {**os.environ, "LD_LIBRARY_PATH": str(library), "NVML_STUB_STATE": str(state)}
         env.pop("NVML_STUB_EVENTS", None)
 
-        def make() -> NvmlCollector:
-            return NvmlCollector(NvmlProber(env=env, with_events=False), tmp_path, answer_limit_s)
-
-        return NodeGate(name, "quick", ranks, (), tmp_path, make).check()
+        nvml = NvmlCollector(NvmlProber(env=env, with_events=False), tmp_path, answer_limit_s)
+        try:
+            return NodeGate(name, "quick", ranks, (), tmp_path, lambda: nvml).check()
+        finally:
+            nvml.close()
 
     return run
 

@@ -85,6 +85,7 @@ class NvmlProber:
         self._not_before_s = 0.0
         self._last: ProbeError | None = None
         self._next_id = 0
+        self._is_closed = False
         self.begun: Mapping[str, Any] = {}
         self.events: deque[Mapping[str, int]] = deque(maxlen=256)
 
@@ -99,10 +100,21 @@ class NvmlProber:
         child = self._child
         return child.process.pid if child is not None else None
 
-    def ask(self, groups: frozenset[str], limit_s: float) -> list[dict[str, Any]]:
-        """An object per GPU. Raises ProbeError; until the back-off has passed it raises the last one again."""
+    def call(self) -> str:
+        """What the child is calling now, empty where that is not known; any thread."""
+        child = self._child
+        with contextlib.suppress(ValueError):  # it has just been ended
+            return child.call() if child is not None else ""
+        return ""
+
+    def ask(self, groups: frozenset[str], limit_s: float, start_limit_s: float | None = None) -> list[dict[str, Any]]:
+        """An object per GPU. Raises ProbeError; until the back-off has passed it raises the last one again.
+
+        Args:
+            start_limit_s: for the start of a child, where another limit than the usual one is wanted.
+        """
         if self._child is None:
-            self._start()
+            self._start(self._start_limit_s if start_limit_s is None else start_limit_s)
         assert self._child is not None
         self._next_id += 1
         request = json.dumps({"id": self._next_id, "groups": sorted(groups)}).encode() + b"\n"
@@ -131,8 +143,10 @@ class NvmlProber:
         self.events.clear()
         return events
 
-    def _start(self) -> None:
+    def _start(self, limit_s: float) -> None:
         now_s = time.monotonic()
+        if self._is_closed:
+            raise ProbeError("the driver is not asked any more")
         if self._last is not None and now_s < self._not_before_s:
             raise self._last
         if self.abandoned >= MAX_ABANDONED:
@@ -157,7 +171,7 @@ class NvmlProber:
         finally:
             os.close(fd)
         self._child = _Child(process, board)
-        answer = self._line(now_s + self._start_limit_s)
+        answer = self._line(now_s + limit_s)
         if "begun" in answer:
             self.begun = answer["begun"]
             return
@@ -239,7 +253,8 @@ class NvmlProber:
             self._abandoned.append(process)
 
     def close(self) -> None:
-        """End the child; one that hangs in the driver ends with its call."""
+        """End the child for good; one that hangs in the driver ends with its call."""
+        self._is_closed = True
         self._end_child()
 
 
