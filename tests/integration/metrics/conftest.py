@@ -40,13 +40,16 @@ class Loop:
             "n0",
             SystemClock(),
             self,
-            self._posted.put,
+            self.post,
             self._record,
             self.said.append,
             lambda f: f(self.values),
             driver.get,
         )
         self.devices.start()
+
+    def post(self, then: Callable[[], None]) -> None:
+        self._posted.put(then)
 
     def watch(self, fd: int, then: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, then)
