@@ -103,6 +103,7 @@ class Tally:
             self._attempt, self._has_first_step = record["attempt"], False
             self._marks.setdefault("started", record["at_s"])
             self.hung.clear()
+            self._durable_s = None  # the time until ranks were back is no interval between saves
             self.goodput.attempt_started(record["at_s"])
         self._values.set("job_attempt", float(record["attempt"]))
 

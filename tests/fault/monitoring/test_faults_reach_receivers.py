@@ -98,7 +98,7 @@ def watched(
         os.mkfifo(kernel_log)
         options = (
             "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=9", f"--ft-step-timeout={STEP_LIMIT_S}",
-            f"--ft-metrics-sd-dir={servers.targets}", f"--ft-kernel-log={kernel_log}",
+            f"--ft-metrics-sd-dir={servers.targets}", f"--ft-kernel-log={kernel_log}", "--ft-sdc=10",
         )  # fmt: skip
         job = start_for_module("monitored.py", options, (base / "checkpoints", 0.1, 40))
         job.wait_for_step(60, range(RANKS), deadline_s=120)
@@ -167,6 +167,15 @@ def test_stale_checkpoint(watched: Watched) -> None:
         aside.rename(watched.checkpoints)
     (failing,) = {n.receiver for n in watched.servers.receiver.firing("CheckpointFailing")}
     assert failing == "tickets"
+
+
+def test_hash_mismatch(watched: Watched) -> None:
+    at = watched.inject("flip target=param at=rest step=now", 2)
+    known = watched.record("integrity", at, event="found")
+    assert known["ranks"] == [2]
+    watched.arrives("SdcMismatch", "pager", at, known["at_unix_s"])
+    watched.arrives("SdcSuspect", "pager", at, known["at_unix_s"], rank="2")
+    watched.wait_for_training()
 
 
 def test_straggler(watched: Watched) -> None:
