@@ -170,7 +170,7 @@ def test_stale_checkpoint(watched: Watched) -> None:
 
 
 def test_hash_mismatch(watched: Watched) -> None:
-    at = watched.inject("flip target=param at=rest step=now", 2)
+    at = watched.inject("flip target=param at=rest", 2)
     known = watched.record("integrity", at, event="found")
     assert known["ranks"] == [2]
     watched.arrives("SdcMismatch", "pager", at, known["at_unix_s"])
