@@ -371,13 +371,13 @@ class Devices:
         if parts.kernel is not None and parts.kernel.watch.source == "none":
             out.append(f"kernel log: {parts.kernel.watch.problem}")
         if parts.nvml is None:
-            out.append("GPUs: no NVIDIA driver is loaded")
+            out.append("GPUs: no NVIDIA driver is loaded (load it, or give the container its GPUs: --gpus all)")
         for name, state in self._states.items():
             if state.result.health is Health.UNKNOWN and name != "kernel_log":
                 hint = f" ({state.result.actions[0]})" if state.result.actions else ""
                 out.append(f"{name}: {state.result.reason}{hint}")
         if not any(p.port > 0 for p in parts.nic.readings()) and "nic" not in self._unknown():
-            out.append("RDMA ports: none in /sys/class/infiniband")
+            out.append("RDMA ports: none in /sys/class/infiniband (load the card's driver, such as mlx5_ib)")
         return out
 
     def _unknown(self) -> frozenset[str]:
