@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from steadyrun.collectors.nvml.child import NAME_BYTES
+from steadyrun.collectors.nvml.starting import StartingThread
 
 __all__ = ["NvmlProber", "ProbeError"]
 
@@ -86,6 +87,7 @@ class NvmlProber:
         self._last: ProbeError | None = None
         self._next_id = 0
         self._is_closed = False
+        self._starter = StartingThread()  # whoever asks first may be a thread that soon ends
         self.begun: Mapping[str, Any] = {}
         self.events: deque[Mapping[str, int]] = deque(maxlen=256)
 
@@ -155,17 +157,7 @@ class NvmlProber:
         try:
             os.ftruncate(fd, NAME_BYTES)
             board = mmap.mmap(fd, NAME_BYTES)
-            events = "events" if self._with_events else "none"
-            process = subprocess.Popen(
-                [*self._command, str(os.getpid()), str(fd), events],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(fd,),
-                env=self._env,
-                bufsize=0,
-                start_new_session=True,  # a Ctrl-C at the terminal is for the agent
-            )
+            process = self._starter.run(lambda: self._spawn(fd))
         except OSError as e:
             self._fail(ProbeError(f"cannot start the process that asks NVML: {(e.strerror or str(e)).lower()}"))
         finally:
@@ -178,6 +170,18 @@ class NvmlProber:
         code = answer.get("code")
         text = str(answer.get("text", "it did not say why"))
         self._fail(ProbeError(f"NVML cannot be used: {text}", code=code if isinstance(code, int) else None))
+
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self._command, str(os.getpid()), str(fd), "events" if self._with_events else "none"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(fd,),
+            env=self._env,
+            bufsize=0,
+            start_new_session=True,  # a Ctrl-C at the terminal is for the agent
+        )
 
     def _line(self, deadline_s: float, only_ready: bool = False) -> dict[str, Any]:
         """The next line that is no event; with *only_ready* an empty one as soon as events were read."""
@@ -256,6 +260,7 @@ class NvmlProber:
         """End the child for good; one that hangs in the driver ends with its call."""
         self._is_closed = True
         self._end_child()
+        self._starter.close()
 
 
 def _parse(line: bytes) -> dict[str, Any]:
