@@ -80,6 +80,7 @@ class Tally:
         # a job that never saves must not be silent about it
         values.set("checkpoint_last_durable_timestamp_seconds", begun_unix_s)
         values.set("checkpoint_in_flight", 0.0)
+        self._tell_alarms()  # none yet
 
     def read(self, record: Mapping[str, Any]) -> None:
         """One record."""
