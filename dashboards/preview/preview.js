@@ -165,7 +165,7 @@ async function lines(panel, body, marks) {
       fill: stacked && i === 0 ? `${colors[i]}99` : undefined,
     }))],
     bands: stacked ? found.slice(1).map((_, i) => ({ series: [i + 2, i + 1], fill: `${colors[i + 1]}99` })) : [],
-    axes: [axis, { ...axis, size: 70, incrs: defaults.unit === "bytes" ? POWERS_OF_2 : undefined, values: (_, ticks) => ticks.map((v) => shown(v, defaults.unit)) }],
+    axes: [{ ...axis, space: 90 }, { ...axis, size: 70, incrs: defaults.unit === "bytes" ? POWERS_OF_2 : undefined, values: (_, ticks) => ticks.map((v) => shown(v, defaults.unit)) }],
     hooks: { draw: [(u) => drawMarks(u, marks)] },
   }, [times, ...values], holder);
   plots.push(plot);

@@ -397,11 +397,11 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "Memory of ranks", "Resident memory of each rank with its children.", "bytes",
-            query("steadyrun_rank_resident_memory_bytes{NODE}", "rank {{rank}}"), low=0,
+            query(newest("steadyrun_rank_resident_memory_bytes{NODE}", "rank"), "rank {{rank}}"), low=0,
         ),
         lines(
             "CPU of ranks", "Cores that each rank uses with its children.", "none",
-            query("rate(steadyrun_rank_cpu_seconds_total{NODE}[$__rate_interval])", "rank {{rank}}"), low=0,
+            query(newest("rate(steadyrun_rank_cpu_seconds_total{NODE}[$__rate_interval])", "rank"), "rank {{rank}}"), low=0,
         ),
         lines(
             "Memory and space left", "Available memory of the host, and space in the folders that the job writes to.",
