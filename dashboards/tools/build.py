@@ -401,7 +401,8 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "CPU of ranks", "Cores that each rank uses with its children.", "none",
-            query(newest("rate(steadyrun_rank_cpu_seconds_total{NODE}[$__rate_interval])", "rank"), "rank {{rank}}"), low=0,
+            query(newest("rate(steadyrun_rank_cpu_seconds_total{NODE}[$__rate_interval])", "rank"), "rank {{rank}}"),
+            low=0,
         ),
         lines(
             "Memory and space left", "Available memory of the host, and space in the folders that the job writes to.",

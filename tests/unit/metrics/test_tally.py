@@ -135,6 +135,7 @@ def test_loading_is_timed_and_rejected_checkpoints_are_counted(run: Run) -> None
 
 
 def test_stragglers_come_and_go_and_what_they_cost_only_grows(run: Run) -> None:
+    assert run.get("straggler_alarms", "rank") == 0.0, "told before there is any"
     alarm = {"kind": "rank", "ranks": [3], "slowdown": 0.3, "lost_s": 2.0}
     run.tell("straggler", 1100.0, event="began", alarm=alarm)
     run.tell("straggler", 1101.0, event="act", alarm=alarm)
