@@ -179,7 +179,8 @@ def test_hash_mismatch(watched: Watched) -> None:
 
 
 def test_straggler(watched: Watched) -> None:
-    at = watched.inject("slow where=data percent=100 how=sleep", 1)
+    # in units of a step's CPU time, which is a twentieth of a step here
+    at = watched.inject("slow where=data percent=1000 how=sleep", 1)
     known = watched.record("straggler", at)
     watched.arrives("Straggler", "tickets", at, known["at_unix_s"], rank="1")
 
