@@ -14,10 +14,11 @@ const UNITS = {
   bytes: (v) => scaled(v, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]),
   Bps: (v) => `${scaled(v, 1000, ["B", "kB", "MB", "GB", "TB"])}/s`,
   hertz: (v) => scaled(v, 1000, ["Hz", "kHz", "MHz", "GHz"]),
-  celsius: (v) => `${trim(v, 0)} °C`,
+  celsius: (v) => `${trim(v, 1)} °C`,
   watt: (v) => scaled(v, 1000, ["W", "kW", "MW"]),
 };
 const DASHBOARDS = ["job", "node"];
+const POWERS_OF_2 = Array.from({ length: 60 }, (_, i) => 2 ** i);
 const REFRESH_MS = 10000;
 const address = new URLSearchParams(location.search);
 const chosen = { values: {} };
@@ -164,7 +165,7 @@ async function lines(panel, body, marks) {
       fill: stacked && i === 0 ? `${colors[i]}99` : undefined,
     }))],
     bands: stacked ? found.slice(1).map((_, i) => ({ series: [i + 2, i + 1], fill: `${colors[i + 1]}99` })) : [],
-    axes: [axis, { ...axis, size: 70, values: (_, ticks) => ticks.map((v) => shown(v, defaults.unit)) }],
+    axes: [{ ...axis, space: 90 }, { ...axis, size: 70, incrs: defaults.unit === "bytes" ? POWERS_OF_2 : undefined, values: (_, ticks) => ticks.map((v) => shown(v, defaults.unit)) }],
     hooks: { draw: [(u) => drawMarks(u, marks)] },
   }, [times, ...values], holder);
   plots.push(plot);

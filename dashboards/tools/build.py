@@ -53,6 +53,11 @@ def query(expr: str, legend: str = "", instant: bool = False, form: PromQueryFor
     return built.format(form) if form is not None else built
 
 
+def newest(expr: str, by: str) -> str:
+    """One series of each: labels of a target come and go (an agent has its ``node_rank`` from the rendezvous on)."""
+    return f"max by ({by}) ({expr})"
+
+
 def events(total: str, by: str, legend: str) -> Any:
     """What has happened, as whole numbers; only series in which something has, and one at 0 where nothing has."""
     last = by.rpartition(" ")[2]
@@ -392,24 +397,30 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "Memory of ranks", "Resident memory of each rank with its children.", "bytes",
-            query("steadyrun_rank_resident_memory_bytes{NODE}", "rank {{rank}}"), low=0,
+            query(newest("steadyrun_rank_resident_memory_bytes{NODE}", "rank"), "rank {{rank}}"), low=0,
         ),
         lines(
             "CPU of ranks", "Cores that each rank uses with its children.", "none",
-            query("rate(steadyrun_rank_cpu_seconds_total{NODE}[$__rate_interval])", "rank {{rank}}"), low=0,
+            query(newest("rate(steadyrun_rank_cpu_seconds_total{NODE}[$__rate_interval])", "rank"), "rank {{rank}}"),
+            low=0,
         ),
         lines(
             "Memory and space left", "Available memory of the host, and space in the folders that the job writes to.",
-            "bytes", query("steadyrun_host_memory_available_bytes{NODE}", "{{instance}} memory"),
-            query("steadyrun_host_space_available_bytes{NODE}", "{{instance}} {{folder}}"), low=0,
+            "bytes", query(newest("steadyrun_host_memory_available_bytes{NODE}", "instance"), "{{instance}} memory"),
+            query(newest("steadyrun_host_space_available_bytes{NODE}", "instance, folder"), "{{instance}} {{folder}}"),
+            low=0,
         ),
         lines(
             "Agent", "How late the agent's loop was, and what of a core the agent takes.", "none",
-            query("steadyrun_agent_loop_lag_seconds{NODE}", "{{instance}} late (s)"),
-            query("rate(steadyrun_agent_cpu_seconds_total{NODE}[$__rate_interval])", "{{instance}} cores"), low=0,
+            query(newest("steadyrun_agent_loop_lag_seconds{NODE}", "instance"), "{{instance}} late (s)"),
+            query(
+                newest("rate(steadyrun_agent_cpu_seconds_total{NODE}[$__rate_interval])", "instance"),
+                "{{instance}} cores",
+            ), low=0,
         ),
     )  # fmt: skip
     join = "* on (job, instance, run_id, gpu) group_left (uuid, name, pci_bus_id) steadyrun_gpu_info{NODE}"
+    in_use = "steadyrun_gpu_memory_used_bytes{NODE}"
     gpus = (
         rows_of(
             "GPUs", "State of every GPU.",
@@ -428,21 +439,23 @@ def node() -> dict[str, Any]:
         ),
         lines(
             "Temperature", "Of the GPU and of its memory.", units.Celsius,
-            query("steadyrun_gpu_temperature_celsius{NODE}", f"{gpu} {{{{sensor}}}}"),
+            query(newest("steadyrun_gpu_temperature_celsius{NODE}", "instance, gpu, sensor"), f"{gpu} {{{{sensor}}}}"),
         ),
         lines(
-            "Clock", "Of the multiprocessors.", units.Hertz, query("steadyrun_gpu_sm_clock_hertz{NODE}", gpu), low=0,
+            "Clock", "Of the multiprocessors.", units.Hertz,
+            query(newest("steadyrun_gpu_sm_clock_hertz{NODE}", "instance, gpu"), gpu), low=0,
         ),
         lines(
-            "Power", "Power draw.", units.Watt, query("steadyrun_gpu_power_watts{NODE}", gpu), low=0,
+            "Power", "Power draw.", units.Watt,
+            query(newest("steadyrun_gpu_power_watts{NODE}", "instance, gpu"), gpu), low=0,
         ),
         lines(
             "Utilization", "Share of time in which a kernel ran. It stays at 100 % in a hang of a collective.",
-            "percentunit", query("steadyrun_gpu_utilization_ratio{NODE}", gpu), low=0, high=1,
+            "percentunit", query(newest("steadyrun_gpu_utilization_ratio{NODE}", "instance, gpu"), gpu), low=0, high=1,
         ),
         lines(
             "Memory", "Share in use.", "percentunit",
-            query("steadyrun_gpu_memory_used_bytes{NODE} / steadyrun_gpu_memory_total_bytes{NODE}", gpu), low=0, high=1,
+            query(newest(f"{in_use} / steadyrun_gpu_memory_total_bytes{{NODE}}", "instance, gpu"), gpu), low=0, high=1,
         ),
         lines(
             "Held back", "Share of time in which heat or power held the clock down.", "percentunit",

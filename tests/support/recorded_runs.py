@@ -99,7 +99,9 @@ class RecordedRun:
     def live_limits(self, **limits: Any) -> None:
         """What the agent says of the limits it goes by."""
         self.folder.state.mkdir(exist_ok=True)
-        (self.folder.state / "n0.json").write_text(json.dumps({"node": "n0", "limits": limits}))
+        (self.folder.state / "n0.json").write_text(
+            json.dumps({"schema": "steadyrun.live/1", "node": "n0", "limits": limits})
+        )
 
     def close(self) -> RecordedRun:
         for journal in self._journals:

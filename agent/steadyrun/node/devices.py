@@ -28,15 +28,13 @@ from steadyrun.collectors.kernel.live import KernelWatch, read_position
 from steadyrun.collectors.metrics.spec import KERNEL_EVENTS, XID_CLASSES
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.collectors.nic.collector import NicCollector
-from steadyrun.collectors.nvml.collector import NvmlCollector, has_driver, has_library
-from steadyrun.collectors.nvml.prober import NvmlProber
+from steadyrun.collectors.nvml.collector import NvmlCollector
 from steadyrun.collectors.nvml.reading import GpuReading
 from steadyrun.collectors.protocol import Collector, Health
 from steadyrun.collectors.registry import CollectorState, Registry
 from steadyrun.core.clock import Clock
 from steadyrun.core.records import DeviceEvent, to_json
 from steadyrun.node.devicevalues import fill_collectors, fill_gpus, fill_host, fill_ports
-from steadyrun.node.sweep import MARKER_NAME
 
 __all__ = ["Devices", "DevicesPlan"]
 
@@ -110,12 +108,13 @@ class _Budget:
 
 
 class Devices:
-    """For the loop's thread, but for ``fill`` and ``pids``, which are for any.
+    """For the loop's thread, but for ``fill``, which is for any.
 
     Args:
         post: runs something in the loop, from any thread.
         record: writes a journal record: type, then fields.
         count: changes metric values, under their lock.
+        nvml: what reads the GPUs, shared with others; None where there are none. Called in a thread.
     """
 
     def __init__(
@@ -128,9 +127,11 @@ class Devices:
         record: Callable[..., None],
         say: Callable[[str], None],
         count: Callable[[Callable[[Values], None]], None],
+        nvml: Callable[[], NvmlCollector | None] = lambda: None,
     ) -> None:
         self._plan, self._node, self._clock, self._watcher = plan, node, clock, watcher
         self._post, self._record, self._say, self._count = post, record, say, count
+        self._get_nvml = nvml
         self._begun_s = clock.now_s()
         self._parts: _Parts | None = None
         self._lock = threading.Lock()
@@ -172,10 +173,7 @@ class Devices:
         early: tuple[KernelEvent, ...] = ()
         if plan.kernel_log is not None:
             kernel, early = self._open_kernel_log(plan.kernel_log)
-        nvml = None
-        if has_driver(plan.root) or has_library(os.environ):
-            env = {k: v for k, v in os.environ.items() if k != MARKER_NAME}
-            nvml = NvmlCollector(NvmlProber(env=env), plan.root)
+        nvml = self._get_nvml()
         nic = NicCollector(plan.root)
         space = SpaceCollector(plan.folders, plan.root / "dev/shm")
         collectors: list[Collector] = [
@@ -373,13 +371,13 @@ class Devices:
         if parts.kernel is not None and parts.kernel.watch.source == "none":
             out.append(f"kernel log: {parts.kernel.watch.problem}")
         if parts.nvml is None:
-            out.append("GPUs: no NVIDIA driver is loaded")
+            out.append("GPUs: no NVIDIA driver is loaded (load it, or give the container its GPUs: --gpus all)")
         for name, state in self._states.items():
             if state.result.health is Health.UNKNOWN and name != "kernel_log":
                 hint = f" ({state.result.actions[0]})" if state.result.actions else ""
                 out.append(f"{name}: {state.result.reason}{hint}")
         if not any(p.port > 0 for p in parts.nic.readings()) and "nic" not in self._unknown():
-            out.append("RDMA ports: none in /sys/class/infiniband")
+            out.append("RDMA ports: none in /sys/class/infiniband (load the card's driver, such as mlx5_ib)")
         return out
 
     def _unknown(self) -> frozenset[str]:
@@ -470,12 +468,6 @@ class Devices:
                     gpu=gpu,
                     rank=self._rank_of(None, gpu),
                 )
-
-    def pids(self) -> list[int]:
-        """Processes of the collectors."""
-        parts = self._parts
-        pid = parts.nvml.pid() if parts is not None and parts.nvml is not None else None
-        return [pid] if pid is not None else []
 
     def fill(self, values: Values) -> None:
         """Metrics of the collectors; any thread, never blocks."""

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from steadyrun.collectors.host.memory import MemoryCollector
 from steadyrun.collectors.host.space import Folder, SpaceCollector
 from steadyrun.collectors.nic.collector import NicCollector
-from steadyrun.collectors.nvml.collector import NvmlCollector, has_driver, has_library
-from steadyrun.collectors.nvml.prober import NvmlProber
+from steadyrun.collectors.nvml.collector import NvmlCollector
 from steadyrun.collectors.nvml.reading import GpuReading
 from steadyrun.collectors.protocol import CheckResult, Collector, Health, Trouble
 from steadyrun.collectors.registry import Registry
 from steadyrun.node.devicetest import DeviceSpeed, DeviceTestError, measure_devices
 from steadyrun.node.gatejudge import NodeReport
-from steadyrun.node.sweep import MARKER_NAME
 
 __all__ = ["LEVELS", "NodeGate", "memory_in_use"]
 
@@ -34,15 +31,31 @@ IN_USE_RATIO: Final = 0.05
 IN_USE_BYTES: Final = 2 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class _GpusNow:
+    """The GPUs as they are when the check begins, whoever else reads them now and then."""
+
+    nvml: NvmlCollector
+    name: str = NvmlCollector.name
+    every_s: float = NvmlCollector.every_s
+    limit_s: float = QUICK_LIMIT_S
+
+    def check(self) -> CheckResult:
+        return self.nvml.look_now(START_LIMIT_S)
+
+    def close(self) -> None:
+        """Others go on reading."""
+
+
 class NodeGate:
-    """Checks this node. ``check`` blocks and is for worker threads, one at a time; ``close`` for any.
+    """Checks this node. ``check`` blocks and is for worker threads, one at a time.
 
     Args:
         level: one of ``LEVELS``.
         ranks: how many are to run here.
         folders: that the job writes to.
         root: of the machine's files.
-        nvml: makes what asks the driver, for each check; by default a process of its own, where there is a driver.
+        nvml: what reads the GPUs, shared with others; None where there are none.
         speeds: tests the devices; raises DeviceTestError.
     """
 
@@ -53,16 +66,14 @@ class NodeGate:
         ranks: int,
         folders: Sequence[Folder] = (),
         root: Path = Path("/"),
-        nvml: Callable[[], NvmlCollector] | None = None,
+        nvml: Callable[[], NvmlCollector | None] = lambda: None,
         speeds: Callable[[float], list[DeviceSpeed]] = measure_devices,
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
         self._node, self.level, self._ranks, self._root = node, level, ranks, root
-        self._speeds = speeds
-        self._make_nvml = nvml if nvml is not None else self._ask_driver
-        self._has_gpus = nvml is not None or has_driver(root) or has_library(os.environ)
-        self._nvml: NvmlCollector | None = None  # while a check is under way
+        self._speeds, self._get_nvml = speeds, nvml
+        self._nvml: NvmlCollector | None = None
         self._nic = NicCollector(root)
         self._others: tuple[Collector, ...] = (
             self._nic,
@@ -80,15 +91,12 @@ class NodeGate:
         """
         with self._lock:
             begun_s = time.monotonic()
-            self._nvml = self._make_nvml() if self._has_gpus else None
-            try:
-                report = self._check(own, with_speeds)
-            finally:
-                self.close()
+            self._nvml = self._get_nvml()
+            report = self._check(own, with_speeds)
             return replace(report, took_s=time.monotonic() - begun_s)
 
     def _check(self, own: Collection[int], with_speeds: bool) -> NodeReport:
-        collectors = self._others if self._nvml is None else (self._nvml, *self._others)
+        collectors = self._others if self._nvml is None else (_GpusNow(self._nvml), *self._others)
         results = Registry(collectors).check_all(QUICK_LIMIT_S)
         troubles = _troubles(results)
         gpus = self._gpus(results)
@@ -102,16 +110,6 @@ class NodeGate:
         troubles.sort(key=lambda t: -t.health.weight)
         health = troubles[0].health if troubles else Health.HEALTHY
         return NodeReport(self._node, health, tuple(troubles), self._facts(gpus), speeds)
-
-    def close(self) -> None:
-        """End the process that asks the driver, if one does now."""
-        nvml = self._nvml
-        if nvml is not None:
-            nvml.close()
-
-    def _ask_driver(self) -> NvmlCollector:
-        env = {k: v for k, v in os.environ.items() if k != MARKER_NAME}
-        return NvmlCollector(NvmlProber(env=env, with_events=False, start_limit_s=START_LIMIT_S), self._root)
 
     # -- GPUs ----------------------------------------------------------------------------------------------------------
     def _gpus(self, results: Mapping[str, CheckResult]) -> tuple[GpuReading, ...]:
@@ -134,7 +132,7 @@ class NodeGate:
             if time.monotonic() >= until_s:
                 break
             time.sleep(LOOK_AGAIN_S)
-            self._nvml.check()
+            self._nvml.look_now(START_LIMIT_S)
             gpus = [g for g in self._nvml.readings()[0] if g.error is None]
         return troubles
 

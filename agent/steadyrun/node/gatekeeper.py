@@ -163,7 +163,3 @@ class Gatekeeper:
         """For the node's state file."""
         report = self._report if self._done.is_set() else None
         return report.to_wire() if report is not None else None
-
-    def close(self) -> None:
-        if self._gate is not None:
-            self._gate.close()

@@ -43,6 +43,7 @@ from steadyrun.node import control
 from steadyrun.node.calibration import Calibration, Timeouts
 from steadyrun.node.control import ControlChannel
 from steadyrun.node.devices import Devices, DevicesPlan
+from steadyrun.node.driver import DriverReader
 from steadyrun.node.exporter import Exporter, ExporterPlan, SdTarget
 from steadyrun.node.gate import NodeGate
 from steadyrun.node.gatejudge import NodeReport
@@ -319,7 +320,9 @@ class NodeAgent:
         )
         self._has_replaced_slow = False
         self._planned: tuple[Replacement, tuple[int, ...], float] | None = None  # who is left out, until when it waits
-        self._gate = Gatekeeper(spec.node, _gate_of(spec), clock, self._record, say, self._mailbox.post)
+        self._driver = DriverReader()
+        gate = _gate_of(spec, self._driver)
+        self._gate = Gatekeeper(spec.node, gate, clock, self._record, say, self._mailbox.post)
         self._early_decision: tuple[int, Mapping[str, Any]] | None = None  # of an attempt that has not begun here
         self._integrity = Integrity(
             spec.node,
@@ -1328,6 +1331,7 @@ class NodeAgent:
             self._record,
             self._say,
             self._metrics.with_values,
+            self._driver.get,
         )
         self._metrics.also(devices.fill)
         self._desk.devices = devices.evidence
@@ -1341,8 +1345,7 @@ class NodeAgent:
     def _helper_pids(self) -> list[int]:
         """Processes that belong to the agent; from any thread."""
         saver = self._saver.pid() if self._saver is not None else None
-        collectors = self._devices.pids() if self._devices is not None else []
-        return [*([saver] if saver is not None else []), *collectors]
+        return [pid for pid in (saver, self._driver.pid()) if pid is not None]
 
     def _on_exporter(self, address: str | None, why: str) -> None:
         """From the exporter's thread."""
@@ -1494,7 +1497,7 @@ class NodeAgent:
         self._exporter.close()
         if self._devices is not None:
             self._devices.close()
-        self._gate.close()
+        self._driver.close()
         self._write_live(self._clock.now_s())
         self._selector.close()
         self._mailbox.close()
@@ -1504,10 +1507,11 @@ class NodeAgent:
             self._guardian.dismiss()
 
 
-def _gate_of(spec: NodeSpec) -> NodeGate | None:
+def _gate_of(spec: NodeSpec, driver: DriverReader) -> NodeGate | None:
     if spec.node_check == "off":
         return None
-    return NodeGate(spec.node, spec.node_check, spec.local_world_size, [Folder("run", spec.run_folder.root)])
+    folders = [Folder("run", spec.run_folder.root)]
+    return NodeGate(spec.node, spec.node_check, spec.local_world_size, folders, nvml=driver.get)
 
 
 def _endless_as_none(seconds: float | None) -> float | None:

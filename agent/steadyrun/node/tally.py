@@ -80,6 +80,7 @@ class Tally:
         # a job that never saves must not be silent about it
         values.set("checkpoint_last_durable_timestamp_seconds", begun_unix_s)
         values.set("checkpoint_in_flight", 0.0)
+        self._tell_alarms()  # none yet
 
     def read(self, record: Mapping[str, Any]) -> None:
         """One record."""
@@ -103,6 +104,7 @@ class Tally:
             self._attempt, self._has_first_step = record["attempt"], False
             self._marks.setdefault("started", record["at_s"])
             self.hung.clear()
+            self._durable_s = None  # the time until ranks were back is no interval between saves
             self.goodput.attempt_started(record["at_s"])
         self._values.set("job_attempt", float(record["attempt"]))
 

@@ -85,13 +85,16 @@ class Console:
         return [self.styled(line, *styles) for line in lines]
 
     def cut(self, text: str) -> str:
-        """*text* without what is beyond the width; styles do not count, and end with it."""
+        """*text* without what is beyond the width, and then with ``…``; styles do not count, and end with it."""
         if _length(text) <= self.width:
             return text
-        out, room = [], self.width
+        out, room = [], self.width - 1
         for part in _ESCAPE_OR_TEXT.findall(text):
             keep = part if part.startswith("\x1b") else part[:room]
-            room -= 0 if part.startswith("\x1b") else len(keep)
+            if not part.startswith("\x1b"):
+                if room > 0 and len(part) >= room:
+                    keep += "…"
+                room -= len(part[:room])
             out.append(keep)
         return "".join(out)
 

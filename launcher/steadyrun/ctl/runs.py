@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_RUN_DIR: Final = Path("steadyrun")
+_LIVE_SCHEMA: Final = "steadyrun.live/"
 
 
 class NotFoundError(SteadyrunError):
@@ -168,15 +169,14 @@ def _integer(value: Any) -> int:
 
 
 def live_nodes(run: RunFolder) -> list[LiveNode]:
-    """One entry per node that keeps its state in this folder; a file being replaced or foreign is left out."""
+    """One entry per node that keeps its state in this folder; others' files there (savers have some) are left out."""
     out: list[LiveNode] = []
-    paths = sorted(run.state.glob("*.json")) if run.state.is_dir() else ()
-    for path in (p for p in paths if p != run.section_statistics):
+    for path in sorted(run.state.glob("*.json")) if run.state.is_dir() else ():
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(data, dict):
+        if isinstance(data, dict) and str(data.get("schema", "")).startswith(_LIVE_SCHEMA):
             out.append(LiveNode(data, path))
     return out
 

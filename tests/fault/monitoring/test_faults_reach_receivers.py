@@ -98,7 +98,7 @@ def watched(
         os.mkfifo(kernel_log)
         options = (
             "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=9", f"--ft-step-timeout={STEP_LIMIT_S}",
-            f"--ft-metrics-sd-dir={servers.targets}", f"--ft-kernel-log={kernel_log}",
+            f"--ft-metrics-sd-dir={servers.targets}", f"--ft-kernel-log={kernel_log}", "--ft-sdc=10",
         )  # fmt: skip
         job = start_for_module("monitored.py", options, (base / "checkpoints", 0.1, 40))
         job.wait_for_step(60, range(RANKS), deadline_s=120)
@@ -169,8 +169,18 @@ def test_stale_checkpoint(watched: Watched) -> None:
     assert failing == "tickets"
 
 
+def test_hash_mismatch(watched: Watched) -> None:
+    at = watched.inject("flip target=param at=rest", 2)
+    known = watched.record("integrity", at, event="found")
+    assert known["ranks"] == [2]
+    watched.arrives("SdcMismatch", "pager", at, known["at_unix_s"])
+    watched.arrives("SdcSuspect", "pager", at, known["at_unix_s"], rank="2")
+    watched.wait_for_training()
+
+
 def test_straggler(watched: Watched) -> None:
-    at = watched.inject("slow where=data percent=100 how=sleep", 1)
+    # in units of a step's CPU time, which is a twentieth of a step here
+    at = watched.inject("slow where=data percent=1000 how=sleep", 1)
     known = watched.record("straggler", at)
     watched.arrives("Straggler", "tickets", at, known["at_unix_s"], rank="1")
 

@@ -16,6 +16,7 @@ from nvml_library import compile_library
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.core.clock import SystemClock
 from steadyrun.node.devices import Devices, DevicesPlan
+from steadyrun.node.driver import DriverReader
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def nvml_library(shared_cases: Path, tmp_path_factory: pytest.TempPathFactory) -
 class Loop:
     """What of the agent's loop concerns devices. ``longest_s``: the longest that any call of theirs took."""
 
-    def __init__(self, plan: DevicesPlan) -> None:
+    def __init__(self, plan: DevicesPlan, driver: DriverReader) -> None:
         self.values = Values()
         self.records: list[tuple[str, Mapping[str, Any]]] = []
         self.said: list[str] = []
@@ -35,9 +36,20 @@ class Loop:
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self.devices = Devices(
-            plan, "n0", SystemClock(), self, self._posted.put, self._record, self.said.append, lambda f: f(self.values)
+            plan,
+            "n0",
+            SystemClock(),
+            self,
+            self.post,
+            self._record,
+            self.said.append,
+            lambda f: f(self.values),
+            driver.get,
         )
         self.devices.start()
+
+    def post(self, then: Callable[[], None]) -> None:
+        self._posted.put(then)
 
     def watch(self, fd: int, then: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, then)
@@ -79,11 +91,11 @@ class Loop:
 
 
 @pytest.fixture
-def start_loop() -> Iterator[Callable[[DevicesPlan], Loop]]:
+def start_loop() -> Iterator[Callable[..., Loop]]:
     made: list[Loop] = []
 
-    def start(plan: DevicesPlan) -> Loop:
-        made.append(Loop(plan))
+    def start(plan: DevicesPlan, driver: DriverReader | None = None) -> Loop:
+        made.append(Loop(plan, driver if driver is not None else DriverReader(plan.root)))
         return made[-1]
 
     yield start

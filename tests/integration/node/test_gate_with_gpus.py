@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,10 +39,11 @@ def check(library: Path, tmp_path: Path) -> Callable[..., NodeReport]:
         env = {**os.environ, "LD_LIBRARY_PATH": str(library), "NVML_STUB_STATE": str(state)}
         env.pop("NVML_STUB_EVENTS", None)
 
-        def make() -> NvmlCollector:
-            return NvmlCollector(NvmlProber(env=env, with_events=False), tmp_path, answer_limit_s)
-
-        return NodeGate(name, "quick", ranks, (), tmp_path, make).check()
+        nvml = NvmlCollector(NvmlProber(env=env, with_events=False), tmp_path, answer_limit_s)
+        try:
+            return NodeGate(name, "quick", ranks, (), tmp_path, lambda: nvml).check()
+        finally:
+            nvml.close()
 
     return run
 
@@ -87,6 +89,26 @@ def test_what_works_with_less_is_told_and_stays(
     report = check(*lines)
     assert report.health is Health.DEGRADED, report
     assert any(words in t.reason for t in report.troubles), report.troubles
+
+
+def test_the_process_that_the_gate_has_started_serves_on(library: Path, tmp_path: Path) -> None:
+    state = tmp_path / "gpus"
+    state.write_text("count = 8\n")
+    env = {**os.environ, "LD_LIBRARY_PATH": str(library), "NVML_STUB_STATE": str(state)}
+    nvml = NvmlCollector(NvmlProber(env=env), tmp_path)
+    try:
+        gate = NodeGate("n0", "quick", 8, (), tmp_path, lambda: nvml)
+        checking = threading.Thread(target=gate.check)
+        checking.start()
+        checking.join(30)
+        pid = nvml.pid()
+        assert pid is not None
+        for _ in range(2):  # its parent is this process, and not the thread that was the first to ask
+            assert nvml.check().health is Health.HEALTHY
+            assert not gate.check().is_unfit
+        assert nvml.pid() == pid
+    finally:
+        nvml.close()
 
 
 def test_a_driver_that_hangs_is_told(check: Callable[..., NodeReport]) -> None:

@@ -159,6 +159,8 @@ class FakeRun:
     def write_live(self) -> None:
         self.folder.state.mkdir(exist_ok=True)
         (self.folder.state / "n0.json").write_text(json.dumps(self.live))
+        saver = {"schema": "steadyrun.saver/1", "node": "n0", "pid": 1}  # savers have their files beside it
+        (self.folder.state / "n0.saver.json").write_text(json.dumps(saver))
 
     def word(self, age_s: float) -> int:
         assert self.board is not None

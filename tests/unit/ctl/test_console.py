@@ -72,7 +72,7 @@ def test_colours_only_in_a_terminal_that_wants_them() -> None:
 
 def test_a_line_is_cut_at_the_width_and_its_style_ends() -> None:
     console = Console(Terminal(), {}, 5)
-    assert console.cut(f"ab{console.styled('cdef', 'red')}gh") == "ab\x1b[31mcde\x1b[0m"
+    assert console.cut(f"ab{console.styled('cdef', 'red')}gh") == "ab\x1b[31mcd…\x1b[0m"
     assert console.cut("abcde") == "abcde"
 
 

@@ -114,6 +114,17 @@ def test_an_interval_in_steps_is_what_it_came_to(run: Run) -> None:
     assert run.get("checkpoint_interval_seconds") == 30.0
 
 
+def test_a_restart_between_two_saves_is_no_interval(run: Run) -> None:
+    run.tell("rank_started", 1050.0, rank=0, attempt=0)
+    for at_s in (1100.0, 1130.0):
+        run.tell("checkpoint_committed", at_s, step=1, seconds=2.0, bytes=1, interval_s=None)
+    run.tell("rank_started", 1500.0, rank=0, attempt=1)
+    run.tell("checkpoint_committed", 1600.0, step=2, seconds=2.0, bytes=1, interval_s=None)
+    assert run.get("checkpoint_interval_seconds") == 30.0
+    run.tell("checkpoint_committed", 1640.0, step=3, seconds=2.0, bytes=1, interval_s=None)
+    assert run.get("checkpoint_interval_seconds") == 40.0
+
+
 def test_loading_is_timed_and_rejected_checkpoints_are_counted(run: Run) -> None:
     run.tell("rank_started", 1001.0, rank=0)
     run.tell("checkpoint_restored", 1002.0, step=5, refused=["a", "b"], source="shared")
@@ -124,6 +135,7 @@ def test_loading_is_timed_and_rejected_checkpoints_are_counted(run: Run) -> None
 
 
 def test_stragglers_come_and_go_and_what_they_cost_only_grows(run: Run) -> None:
+    assert run.get("straggler_alarms", "rank") == 0.0, "told before there is any"
     alarm = {"kind": "rank", "ranks": [3], "slowdown": 0.3, "lost_s": 2.0}
     run.tell("straggler", 1100.0, event="began", alarm=alarm)
     run.tell("straggler", 1101.0, event="act", alarm=alarm)

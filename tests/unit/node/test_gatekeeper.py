@@ -30,7 +30,6 @@ class ScriptedGate:
         self.reports = list(reports)
         self.go = threading.Event()
         self.calls: list[tuple[Collection[int], bool]] = []
-        self.is_closed = False
 
     def check(self, own: Collection[int] = (), with_speeds: bool = True) -> NodeReport:
         self.calls.append((own, with_speeds))
@@ -39,9 +38,6 @@ class ScriptedGate:
         if isinstance(report, Exception):
             raise report
         return report
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Loop:
@@ -104,8 +100,6 @@ def test_a_check_is_recorded_and_told() -> None:
     assert (told["health"], told["hosts_store"]) == ("unhealthy", True)
     ((type_, fields),) = loop.records
     assert (type_, fields["health"], fields["troubles"]) == ("node_check", Health.UNHEALTHY, UNFIT.troubles)
-    loop.keeper.close()
-    assert gate.is_closed
 
 
 def test_devices_are_measured_once() -> None:

@@ -27,6 +27,8 @@ EVERY_S: Final = 1.0  # the power that NVML gives is a mean over a second: faste
 SLOW_EVERY_S: Final = 10.0
 RARE_EVERY_S: Final = 60.0
 ANSWER_LIMIT_S: Final = 5.0
+_LEAST_START_S: Final = 1.0
+_EVERYTHING: Final = frozenset({FAST, SLOW, RARE})
 _LIBRARY: Final = "libnvidia-ml.so.1"
 
 
@@ -46,8 +48,8 @@ def has_library(environ: Mapping[str, str]) -> bool:
 class NvmlCollector:
     """Reads all GPUs, the cheap facts each second, the dear ones seldom.
 
-    ``check`` belongs into the registry's thread: it waits for the child, up to its limit. ``readings`` and
-    ``take_events`` may be called from any thread and never block for longer than a copy.
+    ``check`` belongs into the registry's thread: it waits for the child, up to its limit; ``look_now`` is for another
+    one beside it. ``readings`` and ``take_events`` are for any thread and never block for longer than a copy.
     """
 
     name = "nvml"
@@ -66,7 +68,9 @@ class NvmlCollector:
         self.limit_s = answer_limit_s + 40.0  # and the start of a child
         self._clock = clock
         self._due_s: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()  # held while the child is asked
+        self._whole: tuple[float, CheckResult] | None = None  # the newest look at everything, and when it began
+        self._lock = threading.Lock()  # held for moments
         self._readings: dict[int, GpuReading] = {}
         self._first: dict[int, GpuReading] = {}
         self._read_at_s: float | None = None
@@ -89,13 +93,36 @@ class NvmlCollector:
 
     def check(self) -> CheckResult:
         """Look now."""
+        with self._asking:
+            return self._check(None)
+
+    def look_now(self, limit_s: float) -> CheckResult:
+        """Look at everything, not only at what is due; a look by ``check`` that began since serves as well.
+
+        Args:
+            limit_s: until a look that is under way must have ended, and a child have started.
+        """
+        asked_at_s, until_s = self._clock(), time.monotonic() + limit_s
+        if not self._asking.acquire(timeout=limit_s):
+            call = self._prober.call()
+            return combine(self.name, [_hanging("the driver does not answer" + (f" ({call})" if call else ""))], "")
+        try:
+            if self._whole is not None and self._whole[0] > asked_at_s:
+                return self._whole[1]
+            self._due_s.clear()
+            return self._check(max(until_s - time.monotonic(), _LEAST_START_S))
+        finally:
+            self._asking.release()
+
+    def _check(self, start_limit_s: float | None) -> CheckResult:
         now_s = self._clock()
         groups = self._groups_due(now_s)
         try:
-            answers = self._prober.ask(groups, self._answer_limit_s)
+            answers = self._prober.ask(groups, self._answer_limit_s, start_limit_s)
         except ProbeError as e:
             self._due_s.clear()  # everything, as soon as it answers again
             return self._without_answer(e)
+        events = self._prober.poll_events()
         with self._lock:
             for answer in answers:
                 index = answer.get("index")
@@ -103,7 +130,7 @@ class NvmlCollector:
                 if reading is not None:
                     self._readings[reading.index] = reading
             self._read_at_s = now_s
-            self._events += self._prober.poll_events()
+            self._events += events
             readings = [self._readings[i] for i in sorted(self._readings)]
         if SLOW in groups:
             for gpu in readings:
@@ -112,7 +139,10 @@ class NvmlCollector:
         troubles = gpu_troubles(readings, self._first)
         answering = sum(g.error is None for g in readings)
         well = f"{answering} GPUs, driver {self._prober.begun.get('driver', '?')}"
-        return combine(self.name, troubles, well, _facts(readings, answering))
+        result = combine(self.name, troubles, well, _facts(readings, answering))
+        if groups == _EVERYTHING:
+            self._whole = now_s, result
+        return result
 
     def _groups_due(self, now_s: float) -> frozenset[str]:
         due = {FAST}
@@ -126,8 +156,7 @@ class NvmlCollector:
         facts: dict[str, Fact] = {"hung": error.hung, "abandoned_processes": self._prober.abandoned}
         trouble: Trouble | None = None
         if error.hung:
-            advice = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
-            trouble = Trouble(Health.UNHEALTHY, str(error), advice)
+            trouble = _hanging(str(error))
         elif error.code == VERSION_MISMATCH:
             text = "the driver was updated while it was in use: its library and its module differ"
             trouble = Trouble(Health.UNHEALTHY, text, ("restart the container, or reboot the node",))
@@ -143,6 +172,11 @@ class NvmlCollector:
     def close(self) -> None:
         """End the child."""
         self._prober.close()
+
+
+def _hanging(text: str) -> Trouble:
+    advice = ("look at the kernel log for Xid 119, 120 and 79", "reset the GPU, or reboot the node")
+    return Trouble(Health.UNHEALTHY, text, advice)
 
 
 def _facts(readings: list[GpuReading], answering: int) -> dict[str, Fact]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from steadyrun.collectors.nvml.child import NAME_BYTES
+from steadyrun.collectors.nvml.starting import StartingThread
 
 __all__ = ["NvmlProber", "ProbeError"]
 
@@ -85,6 +86,8 @@ class NvmlProber:
         self._not_before_s = 0.0
         self._last: ProbeError | None = None
         self._next_id = 0
+        self._is_closed = False
+        self._starter = StartingThread()  # whoever asks first may be a thread that soon ends
         self.begun: Mapping[str, Any] = {}
         self.events: deque[Mapping[str, int]] = deque(maxlen=256)
 
@@ -99,10 +102,21 @@ class NvmlProber:
         child = self._child
         return child.process.pid if child is not None else None
 
-    def ask(self, groups: frozenset[str], limit_s: float) -> list[dict[str, Any]]:
-        """An object per GPU. Raises ProbeError; until the back-off has passed it raises the last one again."""
+    def call(self) -> str:
+        """What the child is calling now, empty where that is not known; any thread."""
+        child = self._child
+        with contextlib.suppress(ValueError):  # it has just been ended
+            return child.call() if child is not None else ""
+        return ""
+
+    def ask(self, groups: frozenset[str], limit_s: float, start_limit_s: float | None = None) -> list[dict[str, Any]]:
+        """An object per GPU. Raises ProbeError; until the back-off has passed it raises the last one again.
+
+        Args:
+            start_limit_s: for the start of a child, where another limit than the usual one is wanted.
+        """
         if self._child is None:
-            self._start()
+            self._start(self._start_limit_s if start_limit_s is None else start_limit_s)
         assert self._child is not None
         self._next_id += 1
         request = json.dumps({"id": self._next_id, "groups": sorted(groups)}).encode() + b"\n"
@@ -131,8 +145,10 @@ class NvmlProber:
         self.events.clear()
         return events
 
-    def _start(self) -> None:
+    def _start(self, limit_s: float) -> None:
         now_s = time.monotonic()
+        if self._is_closed:
+            raise ProbeError("the driver is not asked any more")
         if self._last is not None and now_s < self._not_before_s:
             raise self._last
         if self.abandoned >= MAX_ABANDONED:
@@ -141,29 +157,31 @@ class NvmlProber:
         try:
             os.ftruncate(fd, NAME_BYTES)
             board = mmap.mmap(fd, NAME_BYTES)
-            events = "events" if self._with_events else "none"
-            process = subprocess.Popen(
-                [*self._command, str(os.getpid()), str(fd), events],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(fd,),
-                env=self._env,
-                bufsize=0,
-                start_new_session=True,  # a Ctrl-C at the terminal is for the agent
-            )
+            process = self._starter.run(lambda: self._spawn(fd))
         except OSError as e:
             self._fail(ProbeError(f"cannot start the process that asks NVML: {(e.strerror or str(e)).lower()}"))
         finally:
             os.close(fd)
         self._child = _Child(process, board)
-        answer = self._line(now_s + self._start_limit_s)
+        answer = self._line(now_s + limit_s)
         if "begun" in answer:
             self.begun = answer["begun"]
             return
         code = answer.get("code")
         text = str(answer.get("text", "it did not say why"))
         self._fail(ProbeError(f"NVML cannot be used: {text}", code=code if isinstance(code, int) else None))
+
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self._command, str(os.getpid()), str(fd), "events" if self._with_events else "none"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(fd,),
+            env=self._env,
+            bufsize=0,
+            start_new_session=True,  # a Ctrl-C at the terminal is for the agent
+        )
 
     def _line(self, deadline_s: float, only_ready: bool = False) -> dict[str, Any]:
         """The next line that is no event; with *only_ready* an empty one as soon as events were read."""
@@ -239,8 +257,10 @@ class NvmlProber:
             self._abandoned.append(process)
 
     def close(self) -> None:
-        """End the child; one that hangs in the driver ends with its call."""
+        """End the child for good; one that hangs in the driver ends with its call."""
+        self._is_closed = True
         self._end_child()
+        self._starter.close()
 
 
 def _parse(line: bytes) -> dict[str, Any]:

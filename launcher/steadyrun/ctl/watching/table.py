@@ -84,7 +84,7 @@ def select(look: TopLook, view: View) -> list[tuple[NodeLine, RankLine]]:
 
 def render(look: TopLook, view: View, console: Console, now_unix_s: float, height: int | None = None) -> list[str]:
     """Lines that fit the console's width; *height*: so many of them at most, None for any number."""
-    lines = _head(look, console, now_unix_s)
+    lines = _head(look, console, now_unix_s, may_wrap=height is None)
     if look.state != "live":
         return [*lines, "", *console.wrapped(_OVER[look.state])]
     lines += _troubles(look, console)
@@ -112,7 +112,7 @@ def _nothing(look: TopLook, view: View) -> str:
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------
-def _head(look: TopLook, console: Console, now_unix_s: float) -> list[str]:
+def _head(look: TopLook, console: Console, now_unix_s: float, may_wrap: bool) -> list[str]:
     run = look.run
     colour = {"live": "green", "ended": "bold"}.get(look.state, "red")
     name = plain(run.run_id)
@@ -126,10 +126,14 @@ def _head(look: TopLook, console: Console, now_unix_s: float) -> list[str]:
         restarts += f" (last {duration(look.restarted_ago_s)} ago)"
     parts.append(restarts)
     first = console.styled(name if len(name) <= 24 else f"{name[:8]}…", "bold") + "  " + ", ".join(parts)
-    return [console.cut(line) for line in (first, _pace(look), _last_incident(look, console, now_unix_s)) if line]
+    incident = _last_incident(look, now_unix_s)
+    told = console.wrapped(incident, 2, "") if may_wrap else [console.cut(incident)]
+    lines = [console.cut(first), console.cut(_pace(look, console.width))]
+    return [*lines, *(console.styled(line, "yellow") for line in told if line)]
 
 
-def _pace(look: TopLook) -> str:
+def _pace(look: TopLook, width: int) -> str:
+    """With the address of the metrics where there is room for it."""
     ranks = look.ranks
     steps = [r.look.step for r in ranks if r.look.step is not None]
     times = [r.look.step_time_s for r in ranks if r.look.step_time_s]
@@ -142,19 +146,18 @@ def _pace(look: TopLook) -> str:
     parts.append(
         f"checkpoint of step {look.saved[0]}, {duration(look.saved[1])} ago" if look.saved else "no checkpoint yet"
     )
-    if look.metrics:
-        parts.append(f"metrics {plain(look.metrics[0])}" + (" …" if len(look.metrics) > 1 else ""))
-    return ", ".join(parts)
+    text = ", ".join(parts)
+    metrics = f", metrics {plain(look.metrics[0])}" + (" …" if len(look.metrics) > 1 else "") if look.metrics else ""
+    return text + metrics if len(text) + len(metrics) <= width else text
 
 
-def _last_incident(look: TopLook, console: Console, now_unix_s: float) -> str:
+def _last_incident(look: TopLook, now_unix_s: float) -> str:
     if not look.run.incidents:
         return ""
     last = look.run.incidents[-1]
     at = last.get("detected_at_unix_s")
     when = f", {ago(at, now_unix_s)}" if isinstance(at, (int, float)) else ""
-    text = f"incident {last.get('incident')}{when}: {plain(last.get('class', '?'))}: {plain(last.get('summary', ''))}"
-    return console.styled(text, "yellow") if console.has_colour else text
+    return f"incident {last.get('incident')}{when}: {plain(last.get('class', '?'))}: {plain(last.get('summary', ''))}"
 
 
 def _troubles(look: TopLook, console: Console) -> list[str]:
