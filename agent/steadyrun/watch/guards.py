@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Guards"]
 
 _MOST_PENDING = 64
+_WATCHED_STEPS = 3  # after a value that is out of line gradients are measured at each
+_MOST_ALERTS = 100  # values after which nothing more is asked for: by then it has been looked at
 _MOST_NAMES = 8
 
 
@@ -42,6 +44,8 @@ class Guards:
         self._pending: list[_Value] = []
         self._is_clipped = False  # the script has told a norm since the last update
         self._has_named = False
+        self._alerts = 0
+        self._alert_until = -1
         self.cost_ns = 0  # of all norms that were computed for this
         self.norms = 0  # so many
 
@@ -85,6 +89,10 @@ class Guards:
         value.parts = (norms, [id(p) for p, _ in held], names)
         self._put(value)
 
+    def is_alert(self, step: int) -> bool:
+        """Whether the gradients of *step* are measured although no check is due."""
+        return step <= self._alert_until
+
     def update_ends(self) -> None:
         """A norm that the script tells from now on belongs to the next update."""
         self._is_clipped = False
@@ -122,7 +130,10 @@ class Guards:
         found = self._windows[what].add(value)
         if found is not None:
             write_signal(self._words, self._base, step, what, value, found)
-            self._found(step)
+            if self._alerts < _MOST_ALERTS:
+                self._alerts += 1
+                self._alert_until = step + _WATCHED_STEPS
+                self._found(step)
 
 
 class _Value:

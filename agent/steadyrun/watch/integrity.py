@@ -251,8 +251,7 @@ class Integrity:
                 self._begin(optimizer)
             else:
                 self._rest_ends()
-                if self._is_due(self._next_step()) and self._optimizers and self._optimizers[0]() is optimizer:
-                    self._guards.gradients(self._next_step() - 1, optimizer, self._names)
+                self._look_at_gradients(optimizer)
             self._note(optimizer)
         except Exception as e:
             self._fail(e)
@@ -334,8 +333,17 @@ class Integrity:
         _call_all(self._after_check)
 
     def _is_due(self, step: int) -> bool:
-        is_asked = step == self._requested or self._words[H_CHECK_AT] == step + 1
-        return self._steps == 1 or (step + 1) % self._interval == 0 or is_asked
+        return self._steps == 1 or self._is_in_turn_or_asked_for(step)
+
+    def _is_in_turn_or_asked_for(self, step: int) -> bool:
+        is_asked_for = step == self._requested or self._words[H_CHECK_AT] == step + 1
+        return (step + 1) % self._interval == 0 or is_asked_for
+
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        """That of the first optimizer, before updates after which there is a check."""
+        step, first = self._next_step(), self._optimizers[0]() if self._optimizers else None
+        if first is optimizer and (self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step)):
+            self._guards.gradients(step - 1, optimizer, self._names)
 
     # -- the plan ------------------------------------------------------------------------------------------------------
     def _note(self, optimizer: Any) -> None:
