@@ -80,7 +80,9 @@ class Guards:
         torch = sys.modules["torch"]
         with torch.no_grad():
             clock = _clock(torch, device)
-            norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+            # Half precision overflows at norms that are usual; on a CPU another type would copy each tensor.
+            wider = torch.float32 if any(g.dtype == torch.float16 for g in gradients) else None
+            norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wider))
             value = _Value(step, NORM, torch.linalg.vector_norm(norms), clock)
         if clock is not None:
             clock[1].record(torch.cuda.current_stream(device))
