@@ -124,11 +124,11 @@ def _read(log: RunLog) -> _Checks:
             case "verified":
                 out.verified.append({"step": record.get("step"), "path": record.get("path")})
             case "out_of_line":
-                told = ("rank", "step", "what", "value", "usual", "z", "attempt")
-                out.out_of_line.append({k: record.get(k) for k in told})
+                names = ("rank", "step", "what", "value", "usual", "z", "attempt")
+                out.out_of_line.append({k: record.get(k) for k in names})
             case "spike":
-                told = ("first", "last", "text", "attempt")
-                out.spikes.append({**{k: record.get(k) for k in told}, "back_to": None})
+                fields = ("first", "last", "text", "attempt")
+                out.spikes.append({**{k: record.get(k) for k in fields}, "back_to": None})
             case "cured" if out.spikes:
                 batches = [record.get("first_batch"), record.get("end_batch")]
                 if all(isinstance(b, int) for b in batches):
