@@ -682,7 +682,7 @@ class Settings:
     loss_spike: str = _option(
         Choice(("off", "rollback")),
         "off",
-        "What follows when losses told by watch.loss, or norms of gradients, stay far above the usual or are not "
+        "What follows when losses told by watch.loss stay far above the usual, or they or gradients stay not "
         "finite. off: they are told, and bytes are checked; rollback: where bytes are right, go back about 100 steps "
         "to a verified checkpoint and leave out the batches from there on; for scripts that use watch.checkpointer.",
         _INTEGRITY,

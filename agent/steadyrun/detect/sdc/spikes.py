@@ -1,7 +1,8 @@
-"""Whether losses or norms of gradients that are out of line stay so, and from where training then goes on. Pure.
+"""Whether losses that are out of line stay so, and from where training then goes on. Pure.
 
 The recipe for a loss spike: go back about 100 steps and leave out the batches from there to the spike. It is taken only
-where the spike is no single value, and where the bytes were compared since, so that it is no rank with wrong bytes.
+where the spike is no single value, and where the bytes were compared since, so that it is no rank with wrong bytes. A
+norm of gradients counts only where it is not finite: one that is large for some steps need not harm anything.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from steadyrun.core.guards import Signal
+from steadyrun.core.guards import NORM, Signal
 
 __all__ = ["BACK_STEPS", "Spike", "SpikeWatch"]
 
@@ -47,6 +48,8 @@ class SpikeWatch:
         self._steps.clear()
 
     def heard(self, rank: int, signal: Signal) -> None:
+        if signal.what == NORM and signal.value is not None:
+            return
         if not self._steps:
             self._text = f"{signal.words()} on rank {rank} after step {signal.step}"
         self._steps[signal.step] = self._steps.get(signal.step, False) or signal.value is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from steadyrun.core.guards import LOSS, Signal
+from steadyrun.core.guards import LOSS, NORM, Signal
 from steadyrun.detect.sdc.spikes import MOST, Spike, SpikeWatch
 
 
@@ -32,6 +32,16 @@ def test_two_that_are_not_finite_do() -> None:
     heard(watch, 100, value=None)
     assert watch.spike() is None
     heard(watch, 101, value=None)
+    assert watch.spike() is not None
+
+
+def test_large_norms_are_no_spike_but_gradients_that_are_not_finite_are() -> None:
+    watch = SpikeWatch()
+    for step in range(100, 110):
+        watch.heard(0, Signal(0, step, NORM, 9.0, 1.0, 20.0))
+    assert watch.spike() is None
+    for step in (110, 111):
+        watch.heard(0, Signal(0, step, NORM, None, 1.0, None))
     assert watch.spike() is not None
 
 
