@@ -42,7 +42,7 @@ class Guards:
         self._found = found
         self._windows = (Window(LOSS), Window(NORM))
         self._pending: list[_Value] = []
-        self._is_clipped = False  # the script has told a norm since the last update
+        self._clipped: Any = None  # the norm that the script has told since the last update
         self._has_named = False
         self._alerts = 0
         self._alert_until = -1
@@ -51,26 +51,30 @@ class Guards:
 
     def loss(self, step: int, value: Any) -> None:
         """A number, or a tensor with one element."""
-        if isinstance(value, (int, float)):
-            self._judge(step, LOSS, float(value))
-        elif hasattr(value, "detach"):
+        if hasattr(value, "detach"):
             self._take(step, LOSS, value.detach())
+        elif hasattr(value, "__float__"):
+            self._judge(step, LOSS, float(value))
 
-    def clipped(self, step: int, norm: Any) -> None:
-        """The script has computed the norm of its gradients."""
-        if not hasattr(norm, "placements"):  # of a sharded one each rank has a part: to add them up is a collective
-            self._is_clipped = True
-            self._take(step, NORM, norm.detach())
+    def clipped(self, norm: Any) -> None:
+        """The script has computed the norm of its gradients: it counts once an update is made with them."""
+        self._clipped = norm.detach()
 
-    def gradients(self, step: int, optimizer: Any, names: Callable[[], dict[int, str]]) -> None:
-        """Of what *optimizer* is about to apply, unless the script has told a norm since its last update.
+    def update_begins(self, step: int, optimizer: Any, is_due: bool, names: Callable[[], dict[int, str]]) -> None:
+        """*optimizer* is about to apply its gradients, perhaps with the norm that the script has told before.
 
         Args:
+            is_due: else measure it.
             names: of parameters, by id.
         """
-        is_clipped, self._is_clipped = self._is_clipped, False
-        if is_clipped or getattr(optimizer, "grad_scale", None) is not None:  # a scaled one overflows now and then
+        clipped, self._clipped = self._clipped, None
+        # With a GradScaler gradients overflow now and then: it leaves the update out, or has the optimizer do so.
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return
+        if (clipped is None or not self._take(step, NORM, clipped)) and is_due:
+            self._measure(step, optimizer, names)
+
+    def _measure(self, step: int, optimizer: Any, names: Callable[[], dict[int, str]]) -> None:
         began_ns, cpu_ns = monotonic_ns(), thread_time_ns()
         held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [getattr(g, "_local_tensor", g) for _, g in held]
@@ -95,18 +99,19 @@ class Guards:
         """Whether the gradients of *step* are measured although no check is due."""
         return step <= self._alert_until
 
-    def update_ends(self) -> None:
-        """A norm that the script tells from now on belongs to the next update."""
-        self._is_clipped = False
-
     def settle(self) -> None:
         """Judge what has come from a device meanwhile."""
         while self._pending and self._pending[0].is_there():
             self._judge_later(self._pending.pop(0))
 
-    def _take(self, step: int, what: int, value: Any) -> None:
-        if value.numel() == 1 and not value.is_complex() and value.device.type != "meta":
-            self._put(_Value(step, what, value, None))
+    def _take(self, step: int, what: int, value: Any) -> bool:
+        if not all(p.is_replicate() for p in getattr(value, "placements", ())):
+            return False  # each rank has a part, and to put them together is a collective
+        value = getattr(value, "_local_tensor", value)
+        if value.numel() != 1 or value.is_complex() or value.device.type == "meta":
+            return False
+        self._put(_Value(step, what, value, None))
+        return True
 
     def _put(self, value: _Value) -> None:
         if len(self._pending) < _MOST_PENDING:

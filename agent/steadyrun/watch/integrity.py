@@ -184,7 +184,7 @@ class Integrity:
         """The script has the norm of its gradients, in order to clip them."""
         if self._is_mine():
             try:
-                self._guards.clipped(self._next_step() - 1, norm)
+                self._guards.clipped(norm)
             except Exception as e:
                 self._fail(e)
 
@@ -263,10 +263,7 @@ class Integrity:
             return
         if id(optimizer) in self._open:
             del self._open[self._open.index(id(optimizer)) :]
-        if self._open:
-            return
-        self._guards.update_ends()
-        if self._marks.has_explicit_steps():
+        if self._open or self._marks.has_explicit_steps():
             return
         if not self._is_between():
             self._words[self._base + S_HASH_STATE] = _ON if self._generation else _OFF
@@ -340,10 +337,10 @@ class Integrity:
         return (step + 1) % self._interval == 0 or is_asked_for
 
     def _look_at_gradients(self, optimizer: Any) -> None:
-        """That of the first optimizer, before updates after which there is a check."""
+        """Measured are those of the first optimizer, before updates after which there is a check."""
         step, first = self._next_step(), self._optimizers[0]() if self._optimizers else None
-        if first is optimizer and (self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step)):
-            self._guards.gradients(step - 1, optimizer, self._names)
+        is_due = first is optimizer and (self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step))
+        self._guards.update_begins(step - 1, optimizer, is_due, self._names)
 
     # -- the plan ------------------------------------------------------------------------------------------------------
     def _note(self, optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -138,10 +139,10 @@ def test_the_norm_that_clipping_computes_is_seen_at_each_step_and_costs_no_pass(
     wrap_clipping(rank.checks.clipped)(module)
     rank.clip = module.clip_grad_norm_
     assert rank.clip.__name__ == "clip_grad_norm_"
-    rank.train(LEAST)
+    rank.train(LEAST + 1)  # of the first update it is not looked at
     rank.step(50.0)
     (signal,) = rank.signals
-    assert (signal.what, signal.step) == (NORM, LEAST - 1)
+    assert (signal.what, signal.step) == (NORM, LEAST)
     assert signal.value is not None
     assert signal.value > 100, "of the gradient before it is clipped"
     assert rank.checks._guards.norms == 0
@@ -182,6 +183,35 @@ def test_scaled_gradients_are_left_alone(make: Any) -> None:
     rank.optimizer.grad_scale = None
     rank.checks.update_begins(rank.optimizer, (), {})
     assert rank.checks._guards.norms == 3
+
+
+def test_a_norm_whose_update_is_left_out_counts_for_nothing(make: Any) -> None:
+    rank = make()
+    rank.train(3)
+    rank.checks.clipped(torch.tensor(float("inf")))  # a GradScaler then skips the optimizer's step
+    rank.checks.clipped(torch.tensor(1.0))
+    rank.step()
+    assert rank.signals == ()
+    rank.checks.clipped(torch.tensor(float("inf")))
+    rank.optimizer.found_inf = torch.tensor(1.0)  # or has the optimizer itself skip it
+    rank.checks.update_begins(rank.optimizer, (), {})
+    assert rank.signals == ()
+    rank.optimizer.found_inf = None
+    rank.checks.clipped(torch.tensor(float("inf")))
+    rank.step()
+    assert [s.what for s in rank.signals] == [NORM]
+
+
+def test_numbers_of_any_kind_are_losses(make: Any) -> None:
+    rank = make()
+    rank.train(1)
+    for value in (numpy.float32("inf"), torch.tensor(float("inf")), float("inf"), torch.full((1, 1), float("nan"))):
+        rank.checks.loss(value)
+    assert len(rank.signals) == 4
+    rank.checks.loss(torch.ones(3))
+    rank.checks.loss("nonsense")
+    assert len(rank.signals) == 4
+    assert rank.checks.is_on
 
 
 def test_what_norms_cost_is_in_what_checks_cost(make: Any) -> None:
