@@ -36,7 +36,7 @@ from steadyrun.core.records import Finding, RankEvidence, to_json
 from steadyrun.detect.sdc import Cause
 from steadyrun.detect.sdc.comparing import Compared, Comparison, Resting
 from steadyrun.detect.sdc.safe import SafeSteps
-from steadyrun.detect.sdc.spikes import Spike, SpikeWatch
+from steadyrun.detect.sdc.spikes import AHEAD_STEPS, Spike, SpikeWatch
 from steadyrun.integrity.coefficients import LEAF_BYTES
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
 from steadyrun.node.inquiry import SAVED, Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
@@ -464,8 +464,7 @@ class Integrity:
     def _cure(self, turn: _Turn, spike: Spike, to: int, left_out: Sequence[tuple[int, int]]) -> None:
         if turn is not self._turn or turn.is_ending or turn.case is not None or self._replan is None:
             return
-        # The newest step when a loss is told may be the one before it.
-        first, end = data_step(to + 1, left_out), data_step(spike.last + 1, left_out) + 1
+        first, end = data_step(to + 1, left_out), data_step(spike.last + AHEAD_STEPS, left_out) + 1
         self._spikes.went_back()
         name = f"spike-{turn.attempt}-{spike.first}-{int(self._clock.unix_s())}"
         self._rollback = {"to": to, "skip_batches": [[first, end]], "id": name}

@@ -40,7 +40,7 @@ def test_training_goes_back_about_100_steps_and_leaves_the_batches_out(
     job = run(start, tmp_path, "rollback", poison)
     (cured,) = records(job, "cured")
     assert (cured["to"], cured["first_batch"]) == (39, 40), job.story()
-    assert cured["end_batch"] > FIRST, cured
+    assert cured["end_batch"] >= END, cured
     starts = {(e["attempt"], e["start"]) for e in job.events("resumed")}
     assert starts == {(0, 0), (1, 40)}, job.story()
     again = [e for e in job.events("step") if e["attempt"] == 1]

@@ -488,10 +488,10 @@ def test_a_loss_spike_goes_back_100_steps_once_the_bytes_were_compared(jobs: Any
     job.check(144)
     job.go_on()
     (why,) = job.leader.restarts
-    assert "back to step 39, batches 40 to 144 are left out" in why
+    assert "back to step 39, batches 40 to 163 are left out" in why
     wanted = leader.rollback
     assert wanted is not None
-    assert (wanted["to"], wanted["skip_batches"]) == (39, [[40, 145]])
+    assert (wanted["to"], wanted["skip_batches"]) == (39, [[40, 164]])
     other = job.agents[1].integrity
     other.adopt(json.loads(json.dumps(leader.pack())))
     assert other.rollback == wanted

@@ -1,8 +1,8 @@
 """Whether losses that are out of line stay so, and from where training then goes on. Pure.
 
-The recipe for a loss spike: go back about 100 steps and leave out the batches from there to the spike. It is taken only
-where the spike is no single value, and where the bytes were compared since, so that it is no rank with wrong bytes. A
-norm of gradients counts only where it is not finite: one that is large for some steps need not harm anything.
+The recipe for a loss spike: go back about 100 steps and leave out the batches from there to 20 behind the spike. It is
+taken only where the spike is no single value, and where the bytes were compared since, so that it is no rank with wrong
+bytes. A norm of gradients counts only where it is not finite: one that is large for some steps need not harm anything.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Final
 
 from steadyrun.core.guards import NORM, Signal
 
-__all__ = ["BACK_STEPS", "Spike", "SpikeWatch"]
+__all__ = ["AHEAD_STEPS", "BACK_STEPS", "Spike", "SpikeWatch"]
 
 BACK_STEPS: Final = 100
+AHEAD_STEPS: Final = 20  # bad batches seldom end with the newest one; after a NaN no loss tells where they end
 LASTING: Final = 3  # different steps with values far above what is usual make a spike
 LASTING_NOT_FINITE: Final = 2
 WITHIN_STEPS: Final = 20
