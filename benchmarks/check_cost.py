@@ -1,36 +1,73 @@
 """What the checks of a rank's bytes cost it: measured from outside, beside what the run itself says.
 
-One rank trains under steadyrun, in turns with ``--ft-sdc off``, with checks after every second step and with ``auto``.
-With checks so dense each step has one (after it, or before its update), so that the difference to a run without is well
-above the noise: divided by the number of checks it must be what the run says a check took. On a CPU both are taken by
-the clock of the training thread, which a busy machine disturbs least; on a GPU by the wall.
+Two jobs of one rank each train the same model under steadyrun, one with ``--ft-sdc off``, one with checks after every
+second step, in turns of a few steps: one trains while the other waits, so that both see the same machine. With checks
+so dense each step has one (after it, or before its update), and the difference is well above the noise. A third job
+then trains with ``auto``, to show what that chooses (not with ``--quick``).
+
+On a CPU all is taken by the clock of the training thread, which a busy machine disturbs least; on a GPU by the wall.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
+import os
+import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from job import HERE, STEADYRUN, Job
-from report import add_common_arguments, effort_of, finish, print_table, spread_text
+from report import add_common_arguments, effort_of, finish, print_table, ratio_spread, spread_of, spread_text
 
-SIDES = ("off", "2", "auto")
+READY_S, STRETCH_S, END_S = 180.0, 120.0, 60.0
+LINE = re.compile(r"checks of bytes took ([\d.]+) % of training")
 
 
-def measure(side: str, mebibytes: float, steps: int, keep: Path | None) -> dict[str, Any]:
-    env = {"BENCH_MIB": str(mebibytes), "BENCH_STEPS": str(steps)}
-    with Job(env, keep, f"check-{side}") as job:
-        options = ("--standalone", "--nproc-per-node=1", "--ft-run-dir={run_dir}", f"--ft-sdc={side}")
-        job.start([*STEADYRUN, *options, str(HERE / "check_rank.py")])
-        codes = job.wait(900)
-        trained = job.events("trained")
-        if codes != [0] or not trained:
-            raise SystemExit(f"the job failed\n{job.output_tail()}")
-        told = [r["ranks"]["0"] for r in job.journal("integrity") if r.get("event") == "checks" and "0" in r["ranks"]]
-        return {**trained[0], "told": told[-1] if told else None, "side": side}
+class Side:
+    """One job, which trains when it is told to."""
+
+    def __init__(self, option: str, arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        self.option = option
+        env = {"BENCH_MIB": str(arguments.mib)}
+        self.job = stack.enter_context(Job(env, arguments.keep, f"check-{option}"))
+        fifo = self.job.folder / "orders"
+        os.mkfifo(fifo)
+        self._orders = os.open(fifo, os.O_RDWR)  # for reading as well: it opens at once, and nobody waits for a writer
+        stack.callback(os.close, self._orders)
+        options = ("--standalone", "--nproc-per-node=1", "--ft-standby=off", "--ft-run-dir={run_dir}")
+        argv = [*STEADYRUN, *options, f"--ft-sdc={option}", str(HERE / "check_rank.py")]
+        self.job.start(argv, {"BENCH_ORDERS": str(fifo)})
+        self.stretches: list[dict[str, Any]] = []
+
+    def wait_ready(self) -> dict[str, Any]:
+        return self.job.wait_for(lambda: self.job.events("ready"), READY_S, "the rank is ready")[0]
+
+    def train(self, steps: int) -> None:
+        os.write(self._orders, f"{steps}\n".encode())
+        many = len(self.stretches) + 1
+        told = self.job.wait_for(lambda: self.job.events("trained")[many - 1 :], STRETCH_S, f"{steps} steps")
+        self.stretches.append(told[0])
+
+    def end(self) -> None:
+        os.write(self._orders, b"0\n")
+        if self.job.wait(END_S) != [0]:
+            raise SystemExit(f"the job failed\n{self.job.output_tail()}")
+
+    def ms_per_step(self, clock: str) -> list[float]:
+        return [1e3 * s[clock] / s["steps"] for s in self.stretches]
+
+    def told(self) -> dict[str, Any]:
+        """The run's last record of what checks cost."""
+        records = self.job.journal("integrity")
+        return [r["ranks"]["0"] for r in records if r.get("event") == "checks" and "0" in r["ranks"]][-1]
+
+    def told_percent(self) -> float:
+        """As the line that the run prints says."""
+        found = LINE.search(self.job.output_tail(40))
+        if found is None:
+            raise SystemExit(f"the run has not said what checks took\n{self.job.output_tail()}")
+        return float(found.group(1))
 
 
 def main() -> None:
@@ -40,48 +77,61 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
-    rounds = effort_of(arguments, quick=1, normal=3, full=7)
-    steps = effort_of(arguments, quick=30, normal=150, full=300)
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for number in range(rounds):
-        for side in SIDES[number % len(SIDES) :] + SIDES[: number % len(SIDES)]:
-            found[side].append(measure(side, arguments.mib, steps, arguments.keep))
+    rounds = effort_of(arguments, quick=4, normal=15, full=60)
+    steps = effort_of(arguments, quick=5, normal=10, full=20)
+    with contextlib.ExitStack() as stack:
+        off, dense = (Side(option, arguments, stack) for option in ("off", "2"))
+        ready = off.wait_ready()
+        dense.wait_ready()
+        for number in range(rounds):
+            for side in (off, dense) if number % 2 else (dense, off):
+                side.train(steps)
             print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    clock = "wall_s" if found["off"][0]["device"] == "cuda" else "cpu_s"
+        print(file=sys.stderr)
+        for side in (off, dense):
+            side.end()
+        auto = None if arguments.quick else Side("auto", arguments, stack)
+        if auto is not None:
+            auto.wait_ready()
+            auto.train(rounds * steps)
+            auto.end()
+        clock = "wall_s" if ready["device"] == "cuda" else "cpu_s"
+        print(f"{ready['bytes'] / 2**20:.0f} MiB are checked on {ready['device']}, {rounds} rounds of {steps} steps")
+        results = report(off, dense, auto, ready["bytes"], clock)
+    finish(arguments, "check_cost", results)
+
+
+def report(off: Side, dense: Side, auto: Side | None, size_bytes: int, clock: str) -> dict[str, Any]:
     rows = []
-    for side in SIDES:
-        per_step = [1e3 * run[clock] / run["steps"] for run in found[side]]
-        differences = [
-            1e3 * (run[clock] - off[clock]) / run["steps"] for run, off in zip(found[side], found["off"], strict=True)
-        ]
-        told = [run["told"] for run in found[side] if run["told"] is not None]
-        per_check = [1e3 * t["cost_s"] / t["checks"] for t in told if t["checks"]]
-        rows.append(
-            [
-                f"--ft-sdc {side}",
-                spread_text(per_step),
-                spread_text(differences) if side != "off" else "-",
-                spread_text(per_check) if per_check else "-",
-                str(told[-1]["checks"]) if told else "-",
-                str(told[-1]["interval"]) if told else "-",
-            ]
-        )
-    size_bytes = found["off"][0]["bytes"]
-    print(f"{size_bytes / 2**20:.0f} MiB are checked on {found['off'][0]['device']}, {steps} steps, {rounds} rounds")
-    print_table(["ms", "step", "more than off", "told per check", "checks", "interval"], rows)
-    dense = found["2"]
-    if all(run["told"] for run in dense):
-        ratios = [
-            ((run[clock] - off[clock]) / run["steps"]) / (run["told"]["cost_s"] / run["told"]["checks"])
-            for run, off in zip(dense, found["off"], strict=True)
-        ]
-        print(f"measured by told, of one check: {spread_text(ratios)}")
-        check_s = statistics.median(run["told"]["cost_s"] / run["told"]["checks"] for run in dense)
-        step_s = statistics.median(run[clock] / run["steps"] for run in found["off"])
-        print(f"two checks at each interval of 0.1 % of the time: every {2 * check_s / (0.0005 * step_s):,.0f} steps")
-        print(f"throughput of a check: {size_bytes / check_s / 2**30:.2f} GiB/s")
-    finish(arguments, "check_cost", [run for side in SIDES for run in found[side]])
+    sides = [side for side in (off, dense, auto) if side is not None]
+    for side in sides:
+        checks = side.told() if side is not off else None
+        each = "-" if checks is None else f"{1e3 * checks['cost_s'] / checks['checks']:.2f}"
+        counts = ["-", "-"] if checks is None else [str(checks["checks"]), str(checks["interval"])]
+        rows.append([f"--ft-sdc {side.option}", spread_text(side.ms_per_step(clock)), each, *counts])
+    print_table(["ms", "step", "a check, as told", "checks", "interval"], rows)
+    told = dense.told()
+    told_ms = 1e3 * told["cost_s"] / told["checks"]
+    without, with_checks = off.ms_per_step(clock), dense.ms_per_step(clock)
+    measured_ms = [b - a for a, b in zip(without, with_checks, strict=True)]
+    ratios = ratio_spread([told_ms] * len(measured_ms), list(measured_ms))
+    measured, step = spread_of(measured_ms), spread_of(without)
+    assert measured is not None
+    assert step is not None
+    print(f"a check, measured from outside: {measured.text()} ms; as told: {told_ms:.2f} ms")
+    print(f"measured by told: {'-' if ratios is None else ratios.text()}")
+    percent = dense.told_percent()
+    outside = 100 * told["checks"] * measured.median / 1e3 / told["trained_s"]
+    print(f"the line that the run prints: {percent:.3f} % of training; measured from outside: {outside:.3f} %")
+    print(f"two checks at each interval of 0.05 % of the time: every {2 * told_ms / (0.0005 * step.median):,.0f} steps")
+    print(f"throughput of a check: {size_bytes / told_ms * 1e3 / 2**30:.2f} GiB/s")
+    return {
+        "clock": clock,
+        "stretches": {side.option: side.stretches for side in sides},
+        "told": {side.option: side.told() for side in sides if side is not off},
+        "line_percent": percent,
+        "measured_percent": outside,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A rank that trains a model of BENCH_MIB of parameters for BENCH_STEPS steps, and says what that took its thread."""
+"""A rank that trains a model of BENCH_MIB of parameters, so many steps at a time as BENCH_ORDERS (a FIFO) says, line by
+line, and tells what each stretch took its thread."""
 
 import json
 import os
@@ -27,18 +28,18 @@ def train(steps: int) -> None:
         torch.cuda.synchronize()
 
 
-train(WARM)
-steps = int(os.environ["BENCH_STEPS"])
-began_s, cpu_s = time.perf_counter(), time.thread_time()
-train(steps)
-told = {
-    "kind": "trained",
-    "at_s": time.monotonic(),
-    "steps": steps,
-    "cpu_s": time.thread_time() - cpu_s,
-    "wall_s": time.perf_counter() - began_s,
-    "device": device,
-    "bytes": 3 * sum(p.numel() * p.element_size() for p in model.parameters()),
-}
+def tell(kind: str, **fields: object) -> None:
+    os.write(fd, (json.dumps({"kind": kind, "at_s": time.monotonic(), **fields}) + "\n").encode())
+
+
 fd = os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-os.write(fd, (json.dumps(told) + "\n").encode())
+train(WARM)
+tell("ready", device=device, bytes=3 * sum(p.numel() * p.element_size() for p in model.parameters()))
+with open(os.environ["BENCH_ORDERS"]) as orders:
+    for line in orders:
+        steps = int(line)
+        if not steps:
+            break
+        began_s, cpu_s = time.perf_counter(), time.thread_time()
+        train(steps)
+        tell("trained", steps=steps, cpu_s=time.thread_time() - cpu_s, wall_s=time.perf_counter() - began_s)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from steadyrun.core.errors import BoardError
+from steadyrun.core.guards import read_signals
 from steadyrun.core.integrity import STATES, IntegrityWords
 from steadyrun.core.layout import (
     F_EXCEPTION,
@@ -357,8 +358,9 @@ class Board:
 
     def integrity(self, slot: int) -> IntegrityWords:
         """What the slot says of checks of the rank's bytes."""
-        base = self.slot_base(slot) + S_HASHES
-        fd, generation, checks, interval, cost_ns, step_ns, ring, state = self.words[base : base + 8].tolist()
+        begin = self.slot_base(slot)
+        base = begin + S_HASHES
+        fd, generation, checks, interval, cost_ns, step_ns, ring, state, signals = self.words[base : base + 9].tolist()
         return IntegrityWords(
             state=STATES[state] if state < len(STATES) else STATES[0],
             ring_fd=fd - 1 if 0 < fd < 1 << 31 else None,
@@ -368,6 +370,7 @@ class Board:
             interval=interval,
             cost_s=cost_ns / 1e9,
             step_s=step_ns / 1e9,
+            signals=read_signals(self.words, begin) if signals else (),
         )
 
     def timings(self, slot: int, seen: int) -> tuple[list[StepTiming], int, int]:

@@ -57,6 +57,7 @@ from struct import Struct
 from typing import Final
 
 from steadyrun.core.errors import SteadyrunError
+from steadyrun.core.guards import Signal
 
 __all__ = [
     "BASE_INTERVAL",
@@ -282,6 +283,7 @@ class IntegrityWords:
         interval: steps between checks at present.
         cost_s: of training time, all checks together.
         step_s: an average step.
+        signals: the newest losses and norms of gradients that were out of line.
     """
 
     state: str
@@ -292,6 +294,7 @@ class IntegrityWords:
     interval: int
     cost_s: float
     step_s: float
+    signals: tuple[Signal, ...] = ()
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ H_AGENT_PID = 5
 H_AGENT_BEAT = 6  # time word; written by the agent each pass of its loop
 H_STOP_REQUESTED = 7  # 1 once a stop was asked for; should_stop() then waits for H_STOP_AT_CALL
 H_STOP_AT_CALL = 8  # should_stop() returns True from this call number on (1 is the first call); 0: not set
+H_CHECK_AT = 9  # number of a step + 1 after which ranks check their bytes out of turn; 0: none
 HEADER_WORDS = 512
 
 # -- slot, in words from the slot's start ------------------------------------------------------------------------------
@@ -70,6 +71,8 @@ S_HASH_COST = S_HASHES + 4  # ns that all checks together took of training
 S_HASH_STEP = S_HASHES + 5  # ns that a step takes, on average
 S_HASH_RINGS = S_HASHES + 6  # rings made so far: another one is made when more tensors come than the first can hold
 S_HASH_STATE = S_HASHES + 7  # one of core.integrity.STATES
+S_GUARD_COUNT = S_HASHES + 8  # losses and norms of gradients that were out of line so far: written last
+S_GUARD_RING = S_HASHES + 16  # the newest of them, as core.guards has them
 S_TIMING = 2048
 assert S_HASHES + 256 <= S_TIMING
 

@@ -679,6 +679,14 @@ class Settings:
         "takes less than 0.1 % of the time.",
         _INTEGRITY,
     )
+    loss_spike: str = _option(
+        Choice(("off", "rollback")),
+        "off",
+        "What follows when losses told by watch.loss stay far above the usual, or they or gradients stay not "
+        "finite. off: they are told, and bytes are checked; rollback: where bytes are right, go back about 100 steps "
+        "to a verified checkpoint and leave out the batches from there on; for scripts that use watch.checkpointer.",
+        _INTEGRITY,
+    )
 
 
 OPTIONS: Final[tuple[Option, ...]] = tuple(

@@ -233,7 +233,7 @@ def inquire_at_rest(step: int, changed: Mapping[int, Sequence[str]], still: int)
     ]
     told = " and ".join(f"rank {r}" for r in ranks)
     few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    beside = f"; {still} other rank{'s' if still != 1 else ''} hold what they held" if still else ""
+    beside = f"; {still} other rank{'s hold what they' if still != 1 else ' holds what it'} held" if still else ""
     sentence = (
         f"{told} holds wrong bytes in {few}: they changed between the updates of step {step - 1} and {step}{beside}"
     )

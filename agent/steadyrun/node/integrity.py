@@ -23,17 +23,20 @@ import structlog
 
 from steadyrun.checkpoint.commit import mark_verified
 from steadyrun.checkpoint.manifest import AGREED_ROOTS, Verified
+from steadyrun.checkpoint.rollback import RollbackError, data_step, skipped
 from steadyrun.checkpoint.savedbytes import saved_pieces
 from steadyrun.collectors.evidence import ask as ask_socket
 from steadyrun.core.board import SlotView
 from steadyrun.core.classes import FaultClass, Mode
 from steadyrun.core.clock import Clock
 from steadyrun.core.errors import SteadyrunError
+from steadyrun.core.guards import WHAT, Signal
 from steadyrun.core.integrity import MOMENTS, IntegrityWords
 from steadyrun.core.records import Finding, RankEvidence, to_json
 from steadyrun.detect.sdc import Cause
 from steadyrun.detect.sdc.comparing import Compared, Comparison, Resting
 from steadyrun.detect.sdc.safe import SafeSteps
+from steadyrun.detect.sdc.spikes import AHEAD_STEPS, Spike, SpikeWatch
 from steadyrun.integrity.coefficients import LEAF_BYTES
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
 from steadyrun.node.inquiry import SAVED, Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
@@ -57,6 +60,10 @@ MOST_WAIT_S: Final = 120.0
 MOST_ANSWER_BYTES: Final = 600_000  # of a value of the store
 MOST_IN_VAIN: Final = 3  # inquiries into one group that find nothing
 MOST_REPORTS: Final = 20  # of a run
+MOST_SIGNALS: Final = 200  # records of an attempt
+QUIET_STEPS: Final = 100  # without a signal, after which the next one is told again
+MOST_AHEAD: Final = 1000  # steps
+COMPARE_S: Final = 20.0  # until a spike is one although no check has compared anything since
 _SOCKET_BYTES: Final = 64 << 20
 
 
@@ -100,6 +107,13 @@ class _Turn:
     agreed: int = 0
     newest: int | None = None
     most_ranks: int = 0
+    signals: dict[int, int] = field(default_factory=dict)  # heard of so far, by rank
+    signals_recorded: int = 0
+    signal_step: int | None = None  # of the newest
+    check_at: int = -1  # the newest step for which all ranks were told to check
+    spike: Spike | None = None
+    spike_until_s: float = inf
+    is_curing: bool = False
     is_told: bool = True
     is_ending: bool = False  # nobody answers any more
     is_settled: bool = False  # the case is in other hands, or reported
@@ -112,6 +126,9 @@ class Integrity:
         record: writes a journal record: type, then fields.
         post: runs something in the loop, from any thread.
         act: called with a case on which the job is to be stopped, never in observe mode; False: it cannot be.
+        order: tells this node's ranks to check after a step.
+        replan: restarts the ranks, for the reason given, so that they begin where ``rollback`` says; None: a loss
+            spike is only reported.
     """
 
     def __init__(
@@ -125,10 +142,14 @@ class Integrity:
         post: Callable[[Callable[[], None]], None],
         mode: Mode,
         act: Callable[[Case], bool],
+        order: Callable[[int], None] = lambda step: None,
+        replan: Callable[[str], None] | None = None,
     ) -> None:
         self._node, self._clock, self._desk = node, clock, desk
         self._record, self._say = record, say
         self._in_thread, self._post, self._mode, self._act = in_thread, post, mode, act
+        self._order, self._replan = order, replan
+        self._spikes = SpikeWatch()
         self._turn: _Turn | None = None
         self._ranks: dict[int, RankRoots] = {}
         self._places: dict[int, RankPlace] = {}
@@ -161,6 +182,7 @@ class Integrity:
         self._nodes.clear()
         self._known.clear()
         self._heard_ask = 0
+        self._spikes.begin_attempt()
         now_s = self._clock.now_s()
         self._next_send_s = -inf
         self._next_checks_s, self._next_compared_s = now_s + CHECKS_S, now_s + COMPARED_S
@@ -222,6 +244,7 @@ class Integrity:
             untold, self._untold = self._untold, []
             self._add(turn, untold, now_s)
             self._judge(turn, now_s)
+            self._judge_spike(turn, now_s)
             if now_s >= self._next_compared_s:
                 self._next_compared_s = now_s + COMPARED_S
                 self._record_compared(turn)
@@ -301,10 +324,11 @@ class Integrity:
             return
         try:
             to, name = int(told["to"]), str(told["id"])
+            ranges = [[int(first), int(end)] for first, end in told.get("skip_batches", ())]
         except (KeyError, TypeError, ValueError):
             return
         if self._rollback is None or self._rollback["id"] != name:
-            self._rollback = {"to": to, "skip_batches": [], "id": name}
+            self._rollback = {"to": to, "skip_batches": ranges, "id": name}
             self._safe.went_back(to)
 
     # -- this node's ranks ---------------------------------------------------------------------------------------------
@@ -334,7 +358,8 @@ class Integrity:
                     rank, place.local_rank, place.pid, words.state, words.interval, roots.gpu, tuple(sorted(own))
                 )
             )
-        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]))
+        signals = {rank: words.signals for rank, words in sorted(self._words.items()) if words.signals}
+        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]), signals)
         if facts == self._facts:
             return
         self._facts, self._facts_bytes = facts, facts.to_bytes()
@@ -364,6 +389,88 @@ class Integrity:
         turn.comparison.introduce(facts.groups, [r.rank for r in facts.ranks if r.state == "on"])
         if facts.groups:
             self._safe.has_replicas = True
+        for number, signals in facts.signals.items():
+            self._on_signals(turn, number, signals)
+
+    # -- losses and norms of gradients (leader) ------------------------------------------------------------------------
+    def _on_signals(self, turn: _Turn, rank: int, signals: Sequence[Signal]) -> None:
+        new = [s for s in signals if s.number >= turn.signals.get(rank, 0)]
+        for s in new:
+            turn.signals[rank] = s.number + 1
+            self._spikes.heard(rank, s)
+            if turn.signals_recorded < MOST_SIGNALS:
+                turn.signals_recorded += 1
+                told = {"rank": rank, "step": s.step, "value": s.value, "usual": s.usual, "z": s.z}
+                self._record("integrity", event="out_of_line", what=WHAT[s.what], **told)
+            if turn.signal_step is None or s.step >= turn.signal_step + QUIET_STEPS:
+                self._say(f"steadyrun: {s.words()} on rank {rank} after step {s.step}: the ranks' bytes are checked")
+            turn.signal_step = s.step if turn.signal_step is None else max(turn.signal_step, s.step)
+        if new:
+            self._order_check(turn, new[-1].step)
+
+    def _order_check(self, turn: _Turn, step: int) -> None:
+        """All ranks check after the same step: the first one that none has begun when they hear of it."""
+        if turn.inquiry is not None or turn.case is not None:
+            return
+        newest = max([step, *self._steps.values()])
+        if newest < turn.check_at:
+            return  # that check is to come
+        is_alone = turn.channel is None or turn.channel.group_world_size == 1
+        order_s = ORDER_HERE_S if is_alone else ORDER_S
+        step_s = max((w.step_s for w in self._words.values()), default=0.0)
+        turn.check_at = newest + 2 + (min(int(order_s / step_s), MOST_AHEAD) if step_s > 0 else 0)
+        turn.ask_id += 1
+        payload = {"id": turn.ask_id, "what": "check", "step": turn.check_at, "ranks": []}
+        if turn.channel is not None and not is_alone:
+            turn.channel.tell_ask(turn.attempt, payload)
+        self._answer(turn, payload)
+
+    def _judge_spike(self, turn: _Turn, now_s: float) -> None:
+        if turn.is_ending or turn.case is not None or turn.inquiry is not None:
+            return
+        if turn.spike is None:
+            turn.spike = self._spikes.spike()
+            turn.spike_until_s = now_s + COMPARE_S
+            if turn.spike is None:
+                return
+            self._record("integrity", event="spike", first=turn.spike.first, last=turn.spike.last, text=turn.spike.text)
+            if self._replan is None:
+                self._say(f"steadyrun: loss spike: {turn.spike.text}; training goes on (--ft-loss-spike)")
+                return
+        has_compared = turn.newest is not None and turn.newest > turn.spike.first
+        if self._replan is None or turn.is_curing or not (has_compared or now_s >= turn.spike_until_s):
+            return
+        turn.is_curing = True
+        spike = self._spikes.spike() or turn.spike
+        to = self._spikes.target(spike, self._safe.verified_saved())
+        if to is None:
+            self._say(f"steadyrun: loss spike: {spike.text}; no verified checkpoint to go back to: training goes on")
+            return
+        if self._mode is Mode.OBSERVE:
+            self._say(f"steadyrun: loss spike: {spike.text}; step {to} would be gone back to (mode observe)")
+            return
+        folder = self._safe.folder_of(to)
+
+        def work() -> None:
+            try:
+                left_out = skipped(Path(folder).parent, ()) if folder else ()
+            except RollbackError as e:
+                log.warning("rollbacks_unreadable", error=str(e))
+                left_out = ()
+            self._post(lambda: self._cure(turn, spike, to, left_out))
+
+        self._in_thread("integrity", work)
+
+    def _cure(self, turn: _Turn, spike: Spike, to: int, left_out: Sequence[tuple[int, int]]) -> None:
+        if turn is not self._turn or turn.is_ending or turn.case is not None or self._replan is None:
+            return
+        first, end = data_step(to + 1, left_out), data_step(spike.last + AHEAD_STEPS, left_out) + 1
+        self._spikes.went_back()
+        name = f"spike-{turn.attempt}-{spike.first}-{int(self._clock.unix_s())}"
+        self._rollback = {"to": to, "skip_batches": [[first, end]], "id": name}
+        self._safe.went_back(to)
+        self._record("integrity", event="cured", to=to, first_batch=first, end_batch=end, text=spike.text)
+        self._replan(f"loss spike: {spike.text}; back to step {to}, batches {first} to {end - 1} are left out")
 
     def _add(self, turn: _Turn, records: Sequence[Told], now_s: float) -> None:
         for r in records:
@@ -602,6 +709,8 @@ class Integrity:
         if what == "saved" and turn.is_leader:
             folder = self._safe.newest_folder()
             self._in_thread("integrity", lambda: self._answer_later(turn, number, {SAVED: _saved(folder, payload)}))
+        if what == "check":
+            self._order(int(payload["step"]))
         if not asked:
             return
         if what == "roots":

@@ -114,6 +114,7 @@ class NodeSpec:
         devices: what is watched below the ranks; None for nothing.
         node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
         sdc: steps between checks of the ranks' bytes; 0: none; None: what their cost allows.
+        loss_spike: ``rollback`` or ``off``.
     """
 
     run_id: str
@@ -141,6 +142,7 @@ class NodeSpec:
     devices: DevicesPlan | None = None
     node_check: str = "off"
     sdc: int | None = None
+    loss_spike: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +336,8 @@ class NodeAgent:
             self._mailbox.post,
             spec.mode,
             self._stop_corrupted,
+            self._order_check,
+            self._replan if spec.loss_spike == "rollback" else None,
         )
         self._guardian: Guardian | None = None
         self._devices: Devices | None = None
@@ -723,6 +727,10 @@ class NodeAgent:
             "excluded": list(excluded),
         }
         self._channel.tell_stop(command.attempt, payload)
+
+    def _order_check(self, step: int) -> None:
+        """This node's ranks are to check their bytes after *step*."""
+        self._board.words[layout.H_CHECK_AT] = step + 1
 
     def _replan(self, why: str) -> None:
         """The saver has found a request to go back to an older checkpoint."""

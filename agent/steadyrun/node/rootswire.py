@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from steadyrun.core.guards import Signal
 from steadyrun.core.integrity import MOMENTS
 
 __all__ = [
@@ -80,6 +81,7 @@ class RootsFacts:
         groups: the ranks of each group, by key.
         changed: tensors that changed at rest, by rank and the step before whose update that was found.
         notes: for people.
+        signals: the newest losses and norms of gradients that were out of line, by rank.
     """
 
     node: str
@@ -87,6 +89,7 @@ class RootsFacts:
     groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     changed: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    signals: Mapping[int, tuple[Signal, ...]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         told = {
@@ -95,6 +98,7 @@ class RootsFacts:
             "groups": [[key, pack_ranks(ranks)] for key, ranks in self.groups.items()],
             "changed": [[rank, step, list(names)] for (rank, step), names in self.changed.items()],
             "notes": list(self.notes),
+            "signals": [[rank, [s.as_list() for s in signals]] for rank, signals in self.signals.items()],
         }
         return json.dumps(told, separators=(",", ":")).encode()
 
@@ -124,6 +128,7 @@ class RootsFacts:
                 {int(key): unpack_ranks(text) for key, text in told["groups"]},
                 {(int(rank), int(step)): tuple(map(str, names)) for rank, step, names in told["changed"]},
                 tuple(map(str, told["notes"])),
+                {int(rank): tuple(map(Signal.from_list, signals)) for rank, signals in told.get("signals", ())},
             )
         except (TypeError, KeyError, IndexError, RecursionError, AttributeError) as e:
             raise ValueError(f"cannot read what a node says of its ranks' bytes: {type(e).__name__}: {e}") from e

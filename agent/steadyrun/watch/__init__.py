@@ -5,6 +5,7 @@
     watch.beat()                        # still alive, in a long stretch without steps
     watch.work(tokens.numel())          # how much work this step does, where steps differ in it
     watch.role(dp=3, tp=0, pp=1)        # the rank's place, where torch's device meshes do not say it
+    watch.loss(loss.item())             # the loss of this step: one that spikes has the ranks' bytes checked
     watch.replicas({"ema.*": range(8)}) # who holds equal bytes, where the model's wrappers do not say it
     watch.should_stop()                 # True on all ranks at the same call, once the job is asked to stop
     watch.checkpointer("checkpoints", model=model, optimizer=optimizer)   # saves often, resumes exactly
@@ -33,6 +34,7 @@ __all__ = [
     "checkpointer",
     "commit",
     "is_active",
+    "loss",
     "replicas",
     "role",
     "section",
@@ -120,6 +122,15 @@ def role(**coordinates: int) -> None:
     """
 
 
+def loss(value: Any) -> None:
+    """The loss of the present step: a number, or a tensor with one element, which may be on a device: nothing waits.
+
+    One that is not finite, or far above the newest ones, makes all ranks check their bytes after the next steps, and
+    with ``--ft-loss-spike rollback`` the job goes back about 100 steps and leaves the batches out. Call it on any
+    ranks, with the rank's own loss or the mean, but always with the same.
+    """
+
+
 def replicas(ranks: Mapping[str, Iterable[int]] | None = None, buffers: Sequence[str] = ()) -> None:
     """Which ranks hold the same bytes: ``replicas({"head.*": range(8)}, buffers=["*.running_mean"])``.
 
@@ -185,8 +196,12 @@ def _activate_integrity(integrity: Integrity) -> None:
     def replicas(ranks: Mapping[str, Iterable[int]] | None = None, buffers: Sequence[str] = ()) -> None:
         integrity.declare(ranks, buffers)
 
+    def loss(value: Any) -> None:
+        integrity.loss(value)
+
     replicas.__doc__ = globals()["replicas"].__doc__
-    globals()["replicas"] = replicas
+    loss.__doc__ = globals()["loss"].__doc__
+    globals().update(replicas=replicas, loss=loss)
 
 
 def _activate(marks: Marks, setup: RankSetup | None = None) -> None:

@@ -24,10 +24,12 @@ from steadyrun.watch.shadows import drop_shadowed
 from steadyrun.watch.slot import Slot, SlotError, timing_writer
 from steadyrun.watch.torchhooks import (
     CHECKPOINT_MODULE,
+    CLIP_MODULE,
     OPTIMIZER_MODULE,
     OptimizerSteps,
     around_first_group,
     wrap_checkpointing,
+    wrap_clipping,
 )
 from steadyrun.watch.uncaught import ExceptionRecorder
 
@@ -217,6 +219,14 @@ class _Observers:
         watch._activate_integrity(integrity)
         self.integrity = integrity
 
+    @property
+    def wants_checks(self) -> bool:
+        return self._setup.sdc != 0
+
+    def clipped(self, norm: Any) -> None:
+        if self.integrity is not None:
+            self.integrity.clipped(norm)
+
     def watched(self) -> Sequence[Any]:
         return () if self.integrity is None else self.integrity.watched
 
@@ -264,6 +274,8 @@ def _hook_imports(
     hooks.after("threading", on_threading)
     hooks.after(OPTIMIZER_MODULE, observers.install)
     hooks.after(CHECKPOINT_MODULE, wrap_checkpointing(marks.section))
+    if marks.is_active() and observers.wants_checks:
+        hooks.after(CLIP_MODULE, wrap_clipping(observers.clipped))
     return hooks
 
 

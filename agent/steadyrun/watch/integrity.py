@@ -7,7 +7,9 @@ What is said and when is in ``core.integrity``; how it is hashed, in ``integrity
 - after an update, or when the script marks a step itself, a check is made if one is due. An optimizer inside another
   (ZeroRedundancyOptimizer) has not finished the update: only the outermost one counts;
 - before the next update all that was hashed must be as it was left;
-- a save begins with a check, if there was none since the update.
+- a save begins with a check, if there was none since the update;
+- a loss or a norm of gradients that is out of line (``watch.guards``) makes a check after the next update, here at
+  once and on the other ranks at a step that their agents tell all of them.
 
 On a device nothing waits: kernels are put into the stream, the roots come back into pinned memory, and are told at a
 later call once they are there. No collective, no copy of a tensor.
@@ -26,6 +28,7 @@ from _thread import allocate_lock, get_ident
 from time import monotonic_ns, thread_time_ns
 
 from steadyrun.core.layout import (
+    H_CHECK_AT,
     S_HASH_CHECKS,
     S_HASH_COST,
     S_HASH_GENERATION,
@@ -37,6 +40,7 @@ from steadyrun.core.layout import (
 )
 from steadyrun.watch.calls import find_roots
 from steadyrun.watch.files import write_whole
+from steadyrun.watch.guards import Guards
 from steadyrun.watch.slot import move_high
 from steadyrun.watch.torchhooks import is_initialisation, uncompiled
 
@@ -141,6 +145,9 @@ class Integrity:
         self._save_interval = 1
         self._before_check: list[Callable[[], None]] = []
         self._after_check: list[Callable[[], None]] = []
+        self._guards = Guards(words, base, say, lambda _: self.request(self._next_step()))
+        self._requested: int | None = None
+        self._on_request: list[Callable[[int], None]] = []
         self._captures: list[dict[str, Any]] = []
         self._orders: list[tuple[str, tuple[int, ...], int]] = []
         self._lock = allocate_lock()  # of captures and orders: held for an instant
@@ -164,6 +171,39 @@ class Integrity:
         except (TypeError, ValueError) as e:
             self._say(f"cannot use what watch.replicas was given: {e}")
         self._fingers = ()
+
+    def loss(self, value: Any) -> None:
+        """From ``watch.loss``."""
+        if self._is_mine():
+            try:
+                self._guards.loss(self._next_step() - 1, value)
+            except Exception as e:
+                self._fail(e)
+
+    def clipped(self, norm: Any) -> None:
+        """The script has the norm of its gradients, in order to clip them."""
+        if self._is_mine():
+            try:
+                self._guards.clipped(norm)
+            except Exception as e:
+                self._fail(e)
+
+    def _is_mine(self) -> bool:
+        return not self._is_off and self._thread in (0, get_ident()) and not self._is_compiling()
+
+    def request(self, step: int) -> None:
+        """Check after *step* out of turn, too, which is to come; later than one asked for before changes nothing."""
+        if self._requested is None or not self._next_step() <= self._requested <= step:
+            self._requested = step
+            for call in self._on_request:
+                call(step)
+
+    def call_on_request(self, call: Callable[[int], None]) -> None:
+        """Call with the step, in the thread that trains, when something looks wrong and a check out of turn is due."""
+        self._on_request.append(call)
+
+    def _next_step(self) -> int:
+        return 0 if self._last_step is None else self._last_step + 1
 
     @property
     def is_on(self) -> bool:
@@ -211,6 +251,7 @@ class Integrity:
                 self._begin(optimizer)
             else:
                 self._rest_ends()
+                self._look_at_gradients(optimizer)
             self._note(optimizer)
         except Exception as e:
             self._fail(e)
@@ -277,6 +318,7 @@ class Integrity:
                 if loaded is not None:
                     loaded.step = step - 1
                     self._tell(loaded)
+                self._guards.settle()
                 if self._is_due(step):
                     self._renew()
                     self._check(_AFTER, step)
@@ -288,7 +330,17 @@ class Integrity:
         _call_all(self._after_check)
 
     def _is_due(self, step: int) -> bool:
-        return self._steps == 1 or (step + 1) % self._interval == 0
+        return self._steps == 1 or self._is_in_turn_or_asked_for(step)
+
+    def _is_in_turn_or_asked_for(self, step: int) -> bool:
+        is_asked_for = step == self._requested or self._words[H_CHECK_AT] == step + 1
+        return (step + 1) % self._interval == 0 or is_asked_for
+
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        """Measured are those of the first optimizer, before updates after which there is a check."""
+        step, first = self._next_step(), self._optimizers[0]() if self._optimizers else None
+        is_due = first is optimizer and (self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step))
+        self._guards.update_begins(step - 1, optimizer, is_due, self._names)
 
     # -- the plan ------------------------------------------------------------------------------------------------------
     def _note(self, optimizer: Any) -> None:
@@ -341,6 +393,16 @@ class Integrity:
         self._known_optimizers = tuple(map(id, optimizers))
         if models:
             self._make_plan(models, optimizers)
+
+    def _names(self) -> dict[int, str]:
+        """Of parameters, by id."""
+        held = [(prefix, known()) for prefix, known in self._models.items()]
+        return {
+            id(p): f"{prefix}.{name}" if prefix else name
+            for prefix, model in held
+            if model is not None
+            for name, p in model.named_parameters()
+        }
 
     def _make_plan(self, models: dict[str, Any], optimizers: list[Any]) -> None:
         from pathlib import Path
@@ -465,7 +527,7 @@ class Integrity:
         self._cost_ns += cost_ns
         self._adapt(cost_ns / 1e9)
         words, base = self._words, self._base
-        words[base + S_HASH_COST] = self._cost_ns
+        words[base + S_HASH_COST] = self._cost_ns + self._guards.cost_ns
         words[base + S_HASH_STEP] = int(self._step_s * 1e9)
         words[base + S_HASH_INTERVAL] = self._interval
         words[base + S_HASH_CHECKS] = self._checks
@@ -475,7 +537,9 @@ class Integrity:
         self._check_s = cost_s if self._checks <= 2 else self._check_s + (cost_s - self._check_s) * 0.25
         if self._every is not None or self._step_s <= 0:
             return
-        twice_s = 2 * self._check_s  # one after an update, one before the next
+        guards = self._guards
+        # One after an update, one before the next, and perhaps a norm of gradients.
+        twice_s = 2 * self._check_s + (guards.cost_ns / 1e9 / guards.norms if guards.norms else 0.0)
         self._interval = doubled(twice_s, self._step_s, 50, SHARE, self._interval)
         if self._save_s > 0:
             self._save_interval = doubled(twice_s, self._save_s, 1, SHARE, self._save_interval)

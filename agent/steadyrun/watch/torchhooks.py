@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from steadyrun.watch.marks import Marks, SectionLike
     from steadyrun.watch.timing import Timing
 
-__all__ = ["OptimizerSteps", "around_first_group", "uncompiled", "wrap_checkpointing"]
+__all__ = ["OptimizerSteps", "around_first_group", "uncompiled", "wrap_checkpointing", "wrap_clipping"]
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
+CLIP_MODULE = "torch.nn.utils.clip_grad"
 CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict_saver"
 _PATIENCE = 1000  # steps of others after which the optimizer that marks is taken for no longer used
 
@@ -147,6 +148,32 @@ def wrap_checkpointing(section: Callable[[str], SectionLike]) -> Callable[[Any],
             setattr(module, name, wrapped)
             if getattr(package, name, None) is original:  # the package was imported before us
                 setattr(package, name, wrapped)
+
+    return wrap
+
+
+def wrap_clipping(tell: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For ``torch.nn.utils.clip_grad``, once it is imported: *tell* gets the norm that ``clip_grad_norm_`` returns."""
+
+    def wrap(module: Any) -> None:
+        original = getattr(module, "clip_grad_norm_", None)
+        if original is None:
+            return
+        torch = sys.modules["torch"]
+
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            total = original(*args, **kwargs)
+            if not torch.compiler.is_compiling():  # a step that is compiled as a whole holds no call of ours
+                tell(total)
+            return total
+
+        for name in ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__"):
+            setattr(clip_grad_norm_, name, getattr(original, name, None))
+        clip_grad_norm_.__wrapped__ = original  # type: ignore[attr-defined]
+        package = sys.modules.get(module.__name__.rpartition(".")[0])
+        for place in (module, package):
+            if getattr(place, "clip_grad_norm_", None) is original:  # in a standby the package is imported before us
+                place.clip_grad_norm_ = clip_grad_norm_  # type: ignore[union-attr]
 
     return wrap
 

@@ -84,6 +84,8 @@ class _Checks:
     found: list[dict[str, Any]] = field(default_factory=list)
     verified: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    out_of_line: list[dict[str, Any]] = field(default_factory=list)
+    spikes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_wrong(self) -> bool:
@@ -121,6 +123,16 @@ def _read(log: RunLog) -> _Checks:
                 out.found[-1].update(incident=record.get("incident"), back_to_done=record.get("to"))
             case "verified":
                 out.verified.append({"step": record.get("step"), "path": record.get("path")})
+            case "out_of_line":
+                names = ("rank", "step", "what", "value", "usual", "z", "attempt")
+                out.out_of_line.append({k: record.get(k) for k in names})
+            case "spike":
+                fields = ("first", "last", "text", "attempt")
+                out.spikes.append({**{k: record.get(k) for k in fields}, "back_to": None})
+            case "cured" if out.spikes:
+                batches = [record.get("first_batch"), record.get("end_batch")]
+                if all(isinstance(b, int) for b in batches):
+                    out.spikes[-1].update(back_to=record.get("to"), left_out=batches)
             case "note" | "in_vain":
                 text = str(record.get("text", ""))
                 if text and text not in out.notes:
@@ -158,6 +170,8 @@ def _to_json(checks: _Checks, root: str) -> dict[str, Any]:
             {"rank": r.rank, "node": r.node, "attempt": r.attempt, **r.told, "share": r.share}
             for r in sorted(checks.ranks.values(), key=lambda r: r.rank)
         ],
+        "out_of_line": checks.out_of_line,
+        "spikes": checks.spikes,
         "notes": checks.notes,
     }
 
@@ -166,6 +180,7 @@ def _tell(checks: _Checks, console: Console) -> list[str]:
     lines = [_headline(checks, console)]
     for found in checks.found:
         lines += ["", *_tell_found(found, console)]
+    lines += _tell_values(checks, console)
     if checks.verified:
         steps = ", ".join(str(v["step"]) for v in checks.verified[-6:])
         lines.append(f"checkpoints that all ranks agreed on: {len(checks.verified)} (newest: steps {steps})")
@@ -173,6 +188,26 @@ def _tell(checks: _Checks, console: Console) -> list[str]:
         lines += ["", *_table(list(checks.ranks.values()), console)]
     for note in checks.notes[:8]:
         lines += console.wrapped(plain(note), 2, "  note: ")[:3]
+    return lines
+
+
+def _tell_values(checks: _Checks, console: Console) -> list[str]:
+    """Losses and norms of gradients: they accuse nobody."""
+    lines: list[str] = []
+    if checks.out_of_line:
+        by_what: dict[str, list[Any]] = {}
+        for told in checks.out_of_line:
+            by_what.setdefault(str(told["what"]), []).append(told["step"])
+        for what, steps in by_what.items():
+            known = sorted({s for s in steps if isinstance(s, int)})
+            some = ", ".join(map(str, known[:6])) + (", ..." if len(known) > 6 else "")
+            lines += console.wrapped(f"{plain(what)} not finite or far above the usual after steps {some}", 2, "")
+    for spike in checks.spikes:
+        done = ": training went on"
+        if spike["back_to"] is not None:
+            first, end = spike["left_out"]
+            done = f": training went back to step {spike['back_to']} and left out batches {first} to {end - 1}"
+        lines += console.wrapped(f"loss spike, steps {spike['first']} to {spike['last']}{done}", 2, "")
     return lines
 
 

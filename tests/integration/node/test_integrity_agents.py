@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from steadyrun.core.classes import Action, FaultClass, Mode
+from steadyrun.core.guards import LOSS, Signal
 from steadyrun.core.integrity import (
     AFTER_STEP,
     BEFORE_STEP,
@@ -48,6 +49,7 @@ class Rank:
         self.leaf = {n: 1000 + i for i, n in enumerate(NAMES)}
         self.kept: dict[tuple[str, int, str], int] = {}
         self.checks = 0
+        self.signals: tuple[Signal, ...] = ()
         self._ring = RingWriter(os.getpid(), len(NAMES))
         ranks = tuple(range(world)) if has_replicas else (rank,)
         tensors = tuple(TensorPlan(n, "parameter", "float32", BYTES // 4, 4) for n in NAMES)
@@ -75,6 +77,11 @@ class Rank:
         roots = [root_of([self.leaf[n] + step & MASK], BYTES) for n in NAMES]
         self._put(step, moment, roots)
 
+    def spike(self, *steps: int) -> None:
+        """Losses after these steps were out of line."""
+        first = len(self.signals)
+        self.signals += tuple(Signal(first + n, step, LOSS, 9.0, 1.0, 30.0) for n, step in enumerate(steps))
+
     def rest(self, step: int) -> None:
         """Just before the update of *step*: what the one before has left."""
         for name, leaf in self.leaf.items():
@@ -87,7 +94,7 @@ class Rank:
 
     @property
     def words(self) -> IntegrityWords:
-        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1)
+        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, self.signals)
 
     def _serve(self) -> None:
         while True:
@@ -140,6 +147,8 @@ class Agent:
         self.cases: list[Case] = []
         self.desk = Desk(job.root)
         self.accepts = True
+        self.ordered: list[int] = []
+        self.restarts: list[str] = []
         self.channel = ControlChannel(job.network.connect(f"n{node}"), node, nodes)
         self.integrity = Integrity(
             f"n{node}",
@@ -151,6 +160,8 @@ class Agent:
             lambda then: then(),
             mode,
             self._act,
+            self.ordered.append,
+            self.restarts.append,
         )
         self.integrity.begin_attempt(0, job.world, self.channel)
 
@@ -443,3 +454,81 @@ def test_a_fault_of_another_kind_is_judged_with_what_the_bytes_say(jobs: Any) ->
     assert job.leader.integrity.case_of(1) is None
     job.leader.integrity.end_attempt()
     assert not job.leader.desk.reports
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 3), (3, 1)])
+def test_a_loss_out_of_line_makes_all_ranks_check_after_the_same_step(jobs: Any, nodes: int, per_node: int) -> None:
+    job = jobs(nodes, per_node)
+    job.ranks[2].spike(12)
+    job.go_on()
+    (step,) = {step for agent in job.agents for step in agent.ordered}
+    assert [len(agent.ordered) for agent in job.agents] == [1] * nodes, "one order, heard by all nodes"
+    assert step > 12
+    (told,) = job.leader.events("out_of_line")
+    assert (told["rank"], told["step"], told["value"], told["usual"]) == (2, 12, 9.0, 1.0)
+    assert "loss 9 (usually 1) on rank 2 after step 12" in job.leader.said[0]
+    assert not job.leader.restarts, "a single value is no spike"
+    job.ranks[1].spike(step + 5)
+    job.go_on()
+    assert len(job.leader.ordered) == 2
+    assert len(job.leader.said) == 1, "told once"
+
+
+def test_a_loss_spike_goes_back_100_steps_once_the_bytes_were_compared(jobs: Any) -> None:
+    job = jobs(2, 1)
+    leader = job.leader.integrity
+    for step in (19, 39, 59, 139):
+        job.check(step)
+        job.go_on()
+        leader.on_checkpoint("checkpoint_in_memory", step, "")
+    job.ranks[1].spike(141, 142, 143)
+    job.go_on(3.0)
+    assert job.leader.events("spike")
+    assert not job.leader.restarts, "nothing was compared since"
+    job.check(144)
+    job.go_on()
+    (why,) = job.leader.restarts
+    assert "back to step 39, batches 40 to 163 are left out" in why
+    wanted = leader.rollback
+    assert wanted is not None
+    assert (wanted["to"], wanted["skip_batches"]) == (39, [[40, 164]])
+    other = job.agents[1].integrity
+    other.adopt(json.loads(json.dumps(leader.pack())))
+    assert other.rollback == wanted
+    assert not job.leader.cases
+    assert not job.leader.desk.reports
+
+
+def test_a_spike_of_a_rank_with_wrong_bytes_is_no_spike(jobs: Any) -> None:
+    job = jobs()
+    leader = job.leader.integrity
+    for step in (19, 39):
+        job.check(step)
+        job.go_on()
+        leader.on_checkpoint("checkpoint_in_memory", step, "")
+    job.ranks[1].spike(41, 42, 43)
+    job.ranks[1].flip("a.weight", 30)
+    job.check(44)
+    job.go_on(30.0)
+    assert [c.findings[0].ranks for c in job.leader.cases] == [(1,)]
+    assert not job.leader.restarts
+
+
+def test_without_a_verified_checkpoint_a_spike_is_only_told(jobs: Any) -> None:
+    job = jobs()
+    job.ranks[0].spike(41, 42, 43)
+    job.go_on(30.0)
+    assert not job.leader.restarts
+    assert "no verified checkpoint to go back to" in job.leader.said[-1]
+    assert job.leader.integrity.rollback is None
+
+
+def test_observe_mode_only_tells_of_a_spike(jobs: Any) -> None:
+    job = jobs(mode=Mode.OBSERVE)
+    job.check(19)
+    job.go_on()
+    job.leader.integrity.on_checkpoint("checkpoint_in_memory", 19, "")
+    job.ranks[0].spike(41, 42, 43)
+    job.go_on(30.0)
+    assert not job.leader.restarts
+    assert "mode observe" in job.leader.said[-1]

@@ -117,4 +117,20 @@ def test_nonsense_in_a_journal_is_survived(run: Run, ctl: Ctl) -> None:
     run.write("checks", 31.0, ranks={"x": 1, "1": {"checks": "many"}})
     run.write("found", 6.0, sentence=None, places=[1, {"elements": [5]}], gpus=7)
     run.write("verified", 6.0)
+    run.write("out_of_line", 6.0, step="x")
+    run.write("spike", 6.0)
+    run.write("cured", 6.0, to=3)
     assert ctl("sdc", run.folder.root).code == 10
+
+
+def test_losses_out_of_line_and_what_was_done_are_told(run: Run, ctl: Ctl) -> None:
+    run.checked()
+    for step in (140, 141, 142):
+        run.write("out_of_line", 20.0, rank=0, step=step, what="loss", value=9.0, usual=1.0, z=30.0)
+    run.write("spike", 21.0, first=140, last=142, text="loss 9")
+    told = ctl("sdc", run.folder.root, width=120).out
+    assert "loss not finite or far above the usual after steps 140, 141, 142" in told
+    assert "loss spike, steps 140 to 142: training went on" in told
+    run.write("cured", 22.0, to=39, first_batch=40, end_batch=144, text="loss 9")
+    told = ctl("sdc", run.folder.root, width=120).out
+    assert "training went back to step 39 and left out batches 40 to 143" in " ".join(told.split())

@@ -48,6 +48,14 @@ class SafeSteps:
     def is_verified(self, step: int) -> bool:
         return step in (self._agreed if self.has_replicas else self._still)
 
+    def verified_saved(self) -> list[int]:
+        """Steps of checkpoints that can be loaded and are known to be right."""
+        return [s for s in self._saved if self.is_verified(s)]
+
+    def folder_of(self, step: int) -> str:
+        """Of the checkpoint of *step*; empty while it is only in memory, or when there is none."""
+        return self._saved.get(step, "")
+
     def newest_folder(self) -> str:
         """Of the newest verified checkpoint; empty: there is none."""
         known = [s for s, folder in self._saved.items() if folder and self.is_verified(s)]
