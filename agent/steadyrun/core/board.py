@@ -79,6 +79,7 @@ from steadyrun.core.layout import (
     fits,
     now_word,
 )
+from steadyrun.core.replay import ReplayWords
 from steadyrun.core.timing import StepTiming
 
 __all__ = [
@@ -339,7 +340,8 @@ class Board:
     def integrity(self, slot: int) -> IntegrityWords:
         """What the slot says of checks of the rank's bytes."""
         base = self.slot_base(slot) + S_HASHES
-        fd, generation, checks, interval, cost_ns, step_ns, ring, state = self.words[base : base + 8].tolist()
+        words = self.words[base : base + 16].tolist()
+        fd, generation, checks, interval, cost_ns, step_ns, ring, state = words[:8]
         return IntegrityWords(
             state=STATES[state] if state < len(STATES) else STATES[0],
             ring_fd=fd - 1 if 0 < fd < 1 << 31 else None,
@@ -349,6 +351,7 @@ class Board:
             interval=interval,
             cost_s=cost_ns / 1e9,
             step_s=step_ns / 1e9,
+            replay=ReplayWords.read(words[8:]),
         )
 
     def timings(self, slot: int, seen: int) -> tuple[list[StepTiming], int, int]:

@@ -54,9 +54,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from steadyrun.core.errors import SteadyrunError
+
+if TYPE_CHECKING:
+    from steadyrun.core.replay import ReplayWords
 
 __all__ = [
     "BASE_INTERVAL",
@@ -282,6 +285,7 @@ class IntegrityWords:
         interval: steps between checks at present.
         cost_s: of training time, all checks together.
         step_s: an average step.
+        replay: what it says of microbatches that the rank computes again.
     """
 
     state: str
@@ -292,6 +296,7 @@ class IntegrityWords:
     interval: int
     cost_s: float
     step_s: float
+    replay: ReplayWords | None = None
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------

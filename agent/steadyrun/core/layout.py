@@ -70,6 +70,15 @@ S_HASH_COST = S_HASHES + 4  # ns that all checks together took of training
 S_HASH_STEP = S_HASHES + 5  # ns that a step takes, on average
 S_HASH_RINGS = S_HASHES + 6  # rings made so far: another one is made when more tensors come than the first can hold
 S_HASH_STATE = S_HASHES + 7  # one of core.integrity.STATES
+S_REPLAY = S_HASHES + 8  # what core.replay.ReplayWords shows
+S_REPLAY_BOX = S_REPLAY  # descriptor of the rank's box for other ranks of its node, + 1; 0: none
+S_REPLAY_STATE = S_REPLAY + 1  # one of core.replay.STATES
+S_REPLAY_INTERVAL = S_REPLAY + 2  # steps between replays at present
+S_REPLAY_COST = S_REPLAY + 3  # ns that all replays together took of training
+S_REPLAY_CLEAN = S_REPLAY + 4  # replays that gave what the rank replayed had
+S_REPLAY_STEP = S_REPLAY + 5  # newest step of those, + 1; 0: none
+S_REPLAY_REPORTS = S_REPLAY + 6  # reports written so far: of replays that gave something else, and what follows
+S_REPLAY_OF = S_REPLAY + 7  # the rank whose microbatches this one replays, + 1; 0: not known yet
 S_TIMING = 2048
 assert S_HASHES + 256 <= S_TIMING
 

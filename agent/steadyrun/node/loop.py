@@ -108,6 +108,7 @@ class NodeSpec:
         devices: what is watched below the ranks; None for nothing.
         node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
         sdc: steps between checks of the ranks' bytes; 0: none; None: what their cost allows.
+        sdc_replay: steps between replays of microbatches, as ``sdc``.
     """
 
     run_id: str
@@ -135,6 +136,7 @@ class NodeSpec:
     devices: DevicesPlan | None = None
     node_check: str = "off"
     sdc: int | None = None
+    sdc_replay: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -995,6 +997,7 @@ class NodeAgent:
             "stack_signal": spec.stack_signal,
             "timing": spec.timing,
             "sdc": spec.sdc,
+            "sdc_replay": spec.sdc_replay,
             "saver": self._saver.socket_path if self._saver is not None else None,
         }
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from steadyrun.watch.integrity import Integrity
+    from steadyrun.watch.replay import Replay
     from steadyrun.watch.timing import Timing
 
 __all__ = ["attach", "begin"]
@@ -169,6 +170,9 @@ class _Observers:
         if integrity is None:
             return
         checked, saving = integrity.step_marked, integrity.aside_begins
+        replay = self._make_replay(module, integrity)
+        if replay is not None:
+            checked = _one_by_one(checked, replay.step_marked)
         if timing is None:
             marks.observe(timed=checked, aside=saving)
             return
@@ -217,6 +221,31 @@ class _Observers:
         watch._activate_integrity(integrity)
         self.integrity = integrity
 
+    def _make_replay(self, module: Any, integrity: Integrity) -> Replay | None:
+        setup = self._setup
+        if setup.sdc_replay == 0:
+            return None
+        try:
+            from steadyrun.watch.replay import Replay
+
+            words, base = self._slot.words, self._slot.base
+            replay = Replay(
+                words,
+                base,
+                integrity,
+                setup.rank,
+                setup.attempt,
+                setup.rank_dir,
+                setup.sdc_replay,
+                self._timing,
+            )
+            replay.install(module)
+        except Exception as e:
+            _say(f"cannot replay microbatches of this rank: {type(e).__name__}: {e}")
+            return None
+        os.register_at_fork(after_in_child=replay.forked)
+        return replay
+
     def watched(self) -> Sequence[Any]:
         return () if self.integrity is None else self.integrity.watched
 
@@ -234,6 +263,14 @@ class _Observers:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         return None if self.integrity is None else self.integrity.answer(request)
+
+
+def _one_by_one(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
+    def both(step: int) -> None:
+        first(step)
+        second(step)
+
+    return both
 
 
 def _before_first_update(module: Any, call: Callable[[], None]) -> None:

@@ -643,6 +643,7 @@ class SteadyAgent(LocalElasticAgent):
             devices=_devices_plan(settings, folder, os.environ),
             node_check=settings.node_check,
             sdc=settings.sdc,
+            sdc_replay=settings.sdc_replay,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:
