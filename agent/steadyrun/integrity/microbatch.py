@@ -215,7 +215,7 @@ class Capture:
                     self._nodes.append(node)
                     self._handles.append(node.register_prehook(partial(self._gradient_comes, place)))
             for number, tensor in wanted:
-                self._handles.append(tensor.register_hook(partial(self._output_comes, number)))
+                self._handles.append(tensor.register_hook(partial(self._output_comes, number)))  # type: ignore[no-untyped-call]
 
     def fail(self, why: str) -> None:
         self.why = self.why or why
@@ -250,7 +250,7 @@ class Capture:
             self._outputs[number] = gradient.detach().clone()
             if not self._has_backward:
                 self._has_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
 
     def _gradient_comes(self, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         if self.why:
@@ -337,7 +337,7 @@ def recompute(
         collected = _Collected(hasher, len(aliases))
         for place, alias in enumerate(aliases.values()):
             if alias.requires_grad:
-                alias.register_post_accumulate_grad_hook(partial(_take, collected, place))
+                alias.register_post_accumulate_grad_hook(partial(_take, collected, place))  # type: ignore[no-untyped-call]
         _set_random_state(forward["random"], device)
         state = {**aliases, **forward["buffers"]}
         with around(), contextlib.ExitStack() as casting:

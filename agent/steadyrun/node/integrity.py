@@ -38,6 +38,7 @@ from steadyrun.integrity.coefficients import LEAF_BYTES
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
 from steadyrun.node.inquiry import SAVED, Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
 from steadyrun.node.rankroots import RankRoots
+from steadyrun.node.replays import NodeReplays, found_of, pack, unpack
 from steadyrun.node.reporting import Desk, RankPlace
 from steadyrun.node.rootswire import RankIntegrity, RootsFacts, RootsInbox, RootsOutbox, Told, pack_roots
 
@@ -57,6 +58,7 @@ MOST_WAIT_S: Final = 120.0
 MOST_ANSWER_BYTES: Final = 600_000  # of a value of the store
 MOST_IN_VAIN: Final = 3  # inquiries into one group that find nothing
 MOST_REPORTS: Final = 20  # of a run
+MOST_REPLAYED: Final = 7  # that a node keeps telling of
 _SOCKET_BYTES: Final = 64 << 20
 
 
@@ -103,6 +105,7 @@ class _Turn:
     is_told: bool = True
     is_ending: bool = False  # nobody answers any more
     is_settled: bool = False  # the case is in other hands, or reported
+    replayed: set[tuple[int, ...]] = field(default_factory=set)  # ranks that replays have found, heard of
 
 
 class Integrity:
@@ -136,6 +139,8 @@ class Integrity:
         self._steps: dict[int, int] = {}
         self._trained_s: dict[int, float] = {}  # by rank: from its first step to its newest
         self._cost_line = ""
+        self._replays = NodeReplays()
+        self._replayed: tuple[Mapping[str, Any], ...] = ()  # what they have found here
         self._outbox, self._inbox = RootsOutbox(), RootsInbox()
         self._untold: list[Told] = []
         self._facts = RootsFacts(node)
@@ -158,6 +163,7 @@ class Integrity:
         self._turn = _Turn(attempt, world_size, channel, is_leader, Comparison())
         self._outbox, self._inbox, self._untold = RootsOutbox(), RootsInbox(), []
         self._facts, self._facts_bytes = RootsFacts(self._node), b""
+        self._replays, self._replayed = NodeReplays(), ()
         self._nodes.clear()
         self._known.clear()
         self._heard_ask = 0
@@ -217,6 +223,7 @@ class Integrity:
                 self._steps[place.rank] = view.step
             if view is not None and view.step_at_s is not None and view.first_step_s is not None:
                 self._trained_s[place.rank] = view.step_at_s - view.first_step_s
+        self._look_at_replays(turn, now_s)
         self._look_at_facts(turn)
         if turn.is_leader:
             untold, self._untold = self._untold, []
@@ -317,6 +324,14 @@ class Integrity:
             self._places[place.rank] = place
         self._words[place.rank] = words
         self._untold += known.look(words, now_s)
+        if words.replay is not None:
+            self._replays.look(place.rank, place.pid, place.folder, words.replay, now_s)
+
+    def _look_at_replays(self, turn: _Turn, now_s: float) -> None:
+        for found in self._replays.ready(now_s):
+            self._replayed = (*self._replayed[-MOST_REPLAYED:], pack(found))
+            if turn.is_leader:
+                self._on_replayed(turn, self._replayed[-1], now_s)
 
     def _look_at_facts(self, turn: _Turn) -> None:
         groups: dict[int, tuple[int, ...]] = {}
@@ -334,7 +349,8 @@ class Integrity:
                     rank, place.local_rank, place.pid, words.state, words.interval, roots.gpu, tuple(sorted(own))
                 )
             )
-        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]))
+        notes += self._replays.notes
+        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]), self._replayed)
         if facts == self._facts:
             return
         self._facts, self._facts_bytes = facts, facts.to_bytes()
@@ -343,6 +359,8 @@ class Integrity:
             if note not in self._notes:
                 self._notes.append(note)
                 self._record("integrity", event="note", text=note)
+                if note in self._replays.notes and turn.is_leader:
+                    self._say(f"steadyrun: {note}")
         if turn.is_leader:
             self._introduce(turn, 0, facts)
 
@@ -364,6 +382,9 @@ class Integrity:
         turn.comparison.introduce(facts.groups, [r.rank for r in facts.ranks if r.state == "on"])
         if facts.groups:
             self._safe.has_replicas = True
+        if group_rank != 0:
+            for told in facts.replayed:
+                self._on_replayed(turn, told, self._clock.now_s())
 
     def _add(self, turn: _Turn, records: Sequence[Told], now_s: float) -> None:
         for r in records:
@@ -433,6 +454,7 @@ class Integrity:
         """Judge what there is; nobody is waited for any more, and nobody stopped."""
         now_s = self._clock.now_s()
         turn.is_ending = True
+        self._look_at_replays(turn, inf)
         self._look_at_moments(turn, now_s)
         if turn.inquiry is not None:
             turn.inquiry.hurry(now_s)
@@ -487,6 +509,24 @@ class Integrity:
                 turn.in_vain[key] = turn.in_vain.get(key, 0) + 1
             turn.comparison.mute(k for k, n in turn.in_vain.items() if n >= MOST_IN_VAIN)
             return
+        self._settle(turn, found, now_s)
+
+    def _on_replayed(self, turn: _Turn, told: Mapping[str, Any], now_s: float) -> None:
+        """A microbatch gives other gradients when it is computed again; of the same ranks the first one counts."""
+        found = found_of(unpack(told))
+        if found.judgement.ranks in turn.replayed:
+            return
+        turn.replayed.add(found.judgement.ranks)
+        judgement = found.judgement
+        step = judgement.first_bad_step
+        self._record("integrity", event="replay_differed", step=step, ranks=list(judgement.ranks))
+        if turn.case is None:
+            turn.began_s, turn.keys = now_s, ()
+            self._settle(turn, found, now_s)
+
+    def _settle(self, turn: _Turn, found: Found, now_s: float) -> None:
+        """Tell what was found, and have it acted on."""
+        judgement = found.judgement
         case = self._case(turn, found)
         details = case.details["sdc"]
         self._record("integrity", event="found", took_s=round(now_s - turn.began_s, 3), **details)
@@ -519,7 +559,7 @@ class Integrity:
         is_device = j.cause is Cause.DEVICE
         # What changed at rest after a step may be in the checkpoint of that step, which is copied once roots are made.
         first_bad = j.first_bad_step - 1 if found.moment == "before_step" else j.first_bad_step
-        to = self._safe.target(first_bad)
+        to = self._safe.target(first_bad if found.since is None else found.since)
         nodes = tuple(dict.fromkeys(self._known[r][0] for r in j.ranks if r in self._known)) if is_device else ()
         gpus = tuple(g for r in j.ranks if r in self._known and (g := self._known[r][1].gpu)) if is_device else ()
         places = [f"rank {s.rank}: {s.words()}" for s in found.spots]
@@ -649,7 +689,7 @@ class Integrity:
             turn.compared = turn.agreed = 0
 
     def _record_checks(self) -> None:
-        ranks = {
+        ranks: dict[str, dict[str, Any]] = {
             str(rank): {
                 "state": self._words[rank].state,
                 "checks": roots.checks,
@@ -663,6 +703,10 @@ class Integrity:
             }
             for rank, roots in sorted(self._ranks.items())
         }
+        for rank in self._ranks:
+            replay = self._replays.to_record(rank)
+            if replay is not None:
+                ranks[str(rank)]["replay"] = replay
         self._record("integrity", event="checks", ranks=ranks)
 
     def _cost_words(self) -> str:

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from steadyrun.core.integrity import MOMENTS
 
@@ -80,6 +80,7 @@ class RootsFacts:
         groups: the ranks of each group, by key.
         changed: tensors that changed at rest, by rank and the step before whose update that was found.
         notes: for people.
+        replayed: what replays of its ranks' microbatches have found (``replays.pack``).
     """
 
     node: str
@@ -87,6 +88,7 @@ class RootsFacts:
     groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     changed: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    replayed: tuple[Mapping[str, Any], ...] = ()
 
     def to_bytes(self) -> bytes:
         told = {
@@ -95,6 +97,7 @@ class RootsFacts:
             "groups": [[key, pack_ranks(ranks)] for key, ranks in self.groups.items()],
             "changed": [[rank, step, list(names)] for (rank, step), names in self.changed.items()],
             "notes": list(self.notes),
+            "replayed": list(self.replayed),
         }
         return json.dumps(told, separators=(",", ":")).encode()
 
@@ -124,6 +127,7 @@ class RootsFacts:
                 {int(key): unpack_ranks(text) for key, text in told["groups"]},
                 {(int(rank), int(step)): tuple(map(str, names)) for rank, step, names in told["changed"]},
                 tuple(map(str, told["notes"])),
+                tuple(dict(one) for one in told.get("replayed", ())),
             )
         except (TypeError, KeyError, IndexError, RecursionError, AttributeError) as e:
             raise ValueError(f"cannot read what a node says of its ranks' bytes: {type(e).__name__}: {e}") from e

@@ -169,10 +169,11 @@ class _Observers:
         timing, integrity = self._timing, self.integrity
         if integrity is None:
             return
-        checked, saving = integrity.step_marked, integrity.aside_begins
+        checked: Callable[[int], None] = integrity.step_marked
+        saving = integrity.aside_begins
         replay = self._make_replay(module, integrity)
         if replay is not None:
-            checked = _one_by_one(checked, replay.step_marked)
+            checked = _one_by_one(integrity.step_marked, replay.step_marked)
         if timing is None:
             marks.observe(timed=checked, aside=saving)
             return

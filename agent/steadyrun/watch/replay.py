@@ -45,7 +45,7 @@ from steadyrun.watch.torchhooks import uncompiled
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from steadyrun.core.replay import ReplayPlace
@@ -63,7 +63,7 @@ _TRIES = 8  # steps of which no microbatch could be taken, one after the other
 _SEARCHES = 5
 _MOST_REPORTS = 40
 _MOST_PLACES = 4  # parameters that are looked into
-_LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 10.0
+_LEAST_WAIT_S, _MOST_WAIT_S = 3.0, 10.0
 
 
 class _Tap(WatchedCall):
@@ -118,14 +118,13 @@ class Replay:
         self._is_tested = False
         self._inner: Callable[[], Any] = lambda: None  # a weak reference
         self._ranks: tuple[int, ...] = ()
-        self._names: tuple[tuple[str, Any], ...] = ()
         self._searches = 0
         self._tries = 0
         self._tap: _Tap | None = None
         self._capture: Capture | None = None
         self._step = -1  # that the capture is of
         self._box: Box | None = None
-        self._is_box_full = False
+        self._posted: int | None = None  # the step of what is in the box
         self._peers: list[Peer] = []
         self._off_later = ""  # why, once the others know what was found
         self._last_clean: dict[int, int] = {}  # by rank: the newest step at which what it told was found here, too
@@ -150,11 +149,11 @@ class Replay:
     # -- edges ---------------------------------------------------------------------------------------------------------
     def step_marked(self, step: int) -> None:
         """*step* is over: what is due for the next one is put in place."""
-        if get_ident() != self._integrity.thread or (self._is_off and not self._is_box_full):
+        if get_ident() != self._integrity.thread or (self._is_off and self._posted is None):
             return
         try:
-            if self._is_box_full and self._box is not None:
-                self._is_box_full = False
+            if self._posted is not None and step > self._posted and self._box is not None:
+                self._posted = None  # all have been through a reduction since
                 self._box.clear()
             if self._is_off:
                 return
@@ -211,8 +210,7 @@ class Replay:
             self._words[self._base + S_REPLAY_INTERVAL] = self._interval
             self._words[self._base + S_REPLAY_STATE] = _TESTED
             self._words[self._base + S_REPLAY_BOX] = self._box.fd + 1
-        hasher = self._integrity.hasher(next(p.device for _, p in self._names))
-        self._capture = Capture(inner, hasher, _MOST_BYTES)
+        self._capture = Capture(inner, self._integrity.hasher(_device_of(inner)), _MOST_BYTES)
         self._step = step
         before = inner.__dict__.get(SLOT)
         self._tap = _Tap(inner, before, None, sys.modules["torch"].compiler.is_compiling)  # type: ignore[arg-type]
@@ -242,17 +240,17 @@ class Replay:
         models = self._integrity.models()
         found = [m for model in models for m in tree_of(model, 2) if isinstance(m, ddp)]
         if not found:
-            self._turn_off("" if models else "no model was found", is_told=False)
+            self._turn_off("")  # not DDP: nothing that anybody would expect here
             return None
         outer = max(found, key=lambda m: sum(p.numel() for p in m.parameters()))
         inner = outer.module
-        names = tuple(inner.named_parameters())
+        parameters = list(inner.parameters())
         reason = ""
         if is_compiled(inner) or any(is_compiled(m) for m in models) or is_script(inner):
             reason = "the model is compiled: outside of its compiled form it gives other bits"
-        elif any(hasattr(p, "placements") for _, p in names):
+        elif any(hasattr(p, "placements") for p in parameters):
             reason = "parameters are sharded"
-        elif len({p.device for _, p in names}) > 1:
+        elif len({p.device for p in parameters}) > 1:
             reason = "the model lies on several devices"
         elif any(isinstance(m, torch.nn.SyncBatchNorm) for m in inner.modules()):
             reason = "the model's forward has collectives (SyncBatchNorm)"
@@ -262,7 +260,6 @@ class Replay:
         from _weakref import ref
 
         self._inner = ref(inner)
-        self._names = names
         self._ranks = tuple(sorted(torch.distributed.get_process_group_ranks(outer.process_group)))
         return inner
 
@@ -292,14 +289,14 @@ class Replay:
                 self._test(inner, packed, gradients)
             else:
                 box.post(step, gradients.to_bytes(), packed)
-                self._is_box_full = True
+                self._posted = step
                 self._exchange(inner, step, packed, gradients, wait)
             self._tries = 0
         except CannotReplayError as e:
             self._miss(str(e))
         finally:
             worked_s = monotonic() - began_s - wait.waited_s
-            if next(p.device for _, p in self._names).type == "cpu":  # waiting for a core is no cost of ours
+            if _device_of(inner).type == "cpu":  # waiting for a core is no cost of ours
                 threads = max(int(sys.modules["torch"].get_num_threads()), 1)
                 worked_s = min(worked_s, (thread_time() - cpu_s) * threads)
             self._took(worked_s + capture.took_s)
@@ -335,8 +332,10 @@ class Replay:
         after = ring[(at + 1) % len(ring)]
         self._words[self._base + S_REPLAY_OF] = after.rank + 1
         told = self._told(after, step, wait)
-        found = NOTHING if told is None else self._compute(inner, step, after.rank, *told, "next", ranks)
-        self._box.tell(step, found)
+        if told is None:
+            self._box.tell(step, NOTHING)
+        else:
+            self._compute(inner, step, after.rank, *told, "next", ranks)
         if len(ring) == 2:
             if after.found(step, wait) == DIFFERS:
                 self._compute(inner, step, self._rank, gradients, packed, "again", ranks)
@@ -364,16 +363,18 @@ class Replay:
 
     def _compute(
         self, inner: Any, step: int, of: int, told: Gradients, packed: bytes, kind: str, ranks: tuple[int, ...]
-    ) -> int:
-        """Compute the microbatch of rank *of* again; what it found, for the others."""
+    ) -> None:
+        """Compute the microbatch of rank *of* again, and tell what it gives."""
         found = self._recompute(inner, packed)
+        if kind == "next" and self._box is not None:
+            self._box.tell(step, AGREES if found == told else DIFFERS)
         if found == told:
             self._last_clean[of] = step
             if kind in ("next", "own"):
                 self._clean += 1
                 self._words[self._base + S_REPLAY_CLEAN] = self._clean
                 self._words[self._base + S_REPLAY_STEP] = step + 1
-                return AGREES
+                return
             repeated = None
         else:
             repeated = self._recompute(inner, packed)
@@ -383,12 +384,11 @@ class Replay:
                 f"rank {of} computes other gradients than rank {self._rank} from the same microbatch, and never "
                 "computed the same: other devices, other settings, or one of them is wrong"
             )
-        return AGREES if found == told else DIFFERS
 
     def _recompute(self, inner: Any, packed: bytes) -> Gradients:
         from steadyrun.integrity.microbatch import CannotReplayError, collectives_begun, recompute
 
-        hasher = self._integrity.hasher(next(p.device for _, p in self._names))
+        hasher = self._integrity.hasher(_device_of(inner))
         before = collectives_begun()
         found = recompute(inner, packed, hasher, lambda: _unwatched(inner))
         if collectives_begun() != before:
@@ -412,6 +412,8 @@ class Replay:
         from steadyrun.core.replay import ReplayReport, report_path
 
         differing = told.differing(found)
+        inner = self._inner()
+        named = [] if inner is None else list(inner.named_parameters())
         report = ReplayReport(
             step,
             of,
@@ -423,21 +425,11 @@ class Replay:
             None if repeated is None else repeated.digest,
             max((s for s in [self._last_clean.get(of)] if s is not None and s < step), default=None),
             len(differing),
-            tuple(self._place(i, told, found) for i in differing[:_MOST_PLACES]),
+            tuple(_place(named[i], told.leaves[i], found.leaves[i]) for i in differing[:_MOST_PLACES]),
         )
         self._reports += 1
         write_whole(str(report_path(Path(self._rank_dir), self._reports)), report.to_json().encode())
         self._words[self._base + S_REPLAY_REPORTS] = self._reports
-
-    def _place(self, at: int, told: Gradients, found: Gradients) -> ReplayPlace:
-        from steadyrun.core.replay import ReplayPlace
-        from steadyrun.integrity.microbatch import place_of
-
-        name, parameter = self._names[at]
-        size, element_bytes = parameter.numel() * parameter.element_size(), parameter.element_size()
-        place = place_of(told.leaves[at], found.leaves[at], size, element_bytes)
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        return ReplayPlace(name, dtype, element_bytes, size, place.leaves, place.elements, place.is_all)
 
     def _took(self, cost_s: float) -> None:
         self._cost_ns += int(cost_s * 1e9)
@@ -464,7 +456,7 @@ class Replay:
         finally:
             timing.go_on()
 
-    def _turn_off(self, why: str, is_told: bool = True) -> None:
+    def _turn_off(self, why: str) -> None:
         """No more replays here; what others compute of this rank ends with it."""
         self._is_off = True
         self._words[self._base + S_REPLAY_STATE] = _OFF
@@ -475,8 +467,27 @@ class Replay:
                 self._box.arm(None)
         if not why:
             return
+        from pathlib import Path
+
+        from steadyrun.core.replay import why_off_path
+
         with contextlib.suppress(OSError):
-            write_whole(f"{self._rank_dir}/replay.off.txt", why.encode("utf-8", "replace"))
+            write_whole(str(why_off_path(Path(self._rank_dir))), why.encode("utf-8", "replace"))
+
+
+def _device_of(module: Any) -> Any:
+    return next(module.parameters()).device
+
+
+def _place(named: tuple[str, Any], told: Sequence[int] | None, found: Sequence[int] | None) -> ReplayPlace:
+    from steadyrun.core.replay import ReplayPlace
+    from steadyrun.integrity.microbatch import place_of
+
+    name, parameter = named
+    size, element_bytes = parameter.numel() * parameter.element_size(), parameter.element_size()
+    place = place_of(told, found, size, element_bytes)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ReplayPlace(name, dtype, element_bytes, size, place.leaves, place.elements, place.is_all)
 
 
 @contextlib.contextmanager
