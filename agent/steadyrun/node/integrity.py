@@ -331,7 +331,7 @@ class Integrity:
         for found in self._replays.ready(now_s):
             self._replayed = (*self._replayed[-MOST_REPLAYED:], pack(found))
             if turn.is_leader:
-                self._on_replayed(turn, self._replayed[-1], now_s)
+                self._on_replayed(turn, self._replayed[-1])
 
     def _look_at_facts(self, turn: _Turn) -> None:
         groups: dict[int, tuple[int, ...]] = {}
@@ -384,7 +384,7 @@ class Integrity:
             self._safe.has_replicas = True
         if group_rank != 0:
             for told in facts.replayed:
-                self._on_replayed(turn, told, self._clock.now_s())
+                self._on_replayed(turn, told)
 
     def _add(self, turn: _Turn, records: Sequence[Told], now_s: float) -> None:
         for r in records:
@@ -511,7 +511,7 @@ class Integrity:
             return
         self._settle(turn, found, now_s)
 
-    def _on_replayed(self, turn: _Turn, told: Mapping[str, Any], now_s: float) -> None:
+    def _on_replayed(self, turn: _Turn, told: Mapping[str, Any]) -> None:
         """A microbatch gives other gradients when it is computed again; of the same ranks the first one counts."""
         found = found_of(unpack(told))
         if found.judgement.ranks in turn.replayed:
@@ -521,6 +521,7 @@ class Integrity:
         step = judgement.first_bad_step
         self._record("integrity", event="replay_differed", step=step, ranks=list(judgement.ranks))
         if turn.case is None:
+            now_s = self._clock.now_s()
             turn.began_s, turn.keys = now_s, ()
             self._settle(turn, found, now_s)
 

@@ -43,10 +43,7 @@ class NodeReplays:
         if known_pid != pid:
             seen = 0
         for number in range(seen + 1, words.reports + 1):
-            try:
-                self._replays.add(ReplayReport.load(folder, number), now_s)
-            except IntegrityError as e:
-                self._note(str(e))
+            self._take(folder, number, now_s)
         self._seen[rank] = pid, max(words.reports, seen)
 
     def ready(self, now_s: float) -> list[Replayed]:
@@ -66,6 +63,12 @@ class NodeReplays:
             "interval": words.interval,
             "cost_s": round(words.cost_s, 6),
         }
+
+    def _take(self, folder: Path, number: int, now_s: float) -> None:
+        try:
+            self._replays.add(ReplayReport.load(folder, number), now_s)
+        except IntegrityError as e:
+            self._note(str(e))
 
     def _note_off(self, folder: Path) -> None:
         try:
