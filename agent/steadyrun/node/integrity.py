@@ -712,8 +712,9 @@ class Integrity:
 
     def _cost_words(self) -> str:
         """What checks took of the training of the attempt, on the rank of this node that they took most of."""
+        replay_s = {rank: words.cost_s for rank, words in self._replays.words.items()}
         shares = {
-            rank: self._words[rank].cost_s / trained_s
+            rank: (self._words[rank].cost_s + replay_s.get(rank, 0.0)) / trained_s
             for rank, trained_s in self._trained_s.items()
             if trained_s > 0 and self._ranks[rank].checks
         }
@@ -723,9 +724,10 @@ class Integrity:
         roots = self._ranks[rank]
         each_ms = 1000 * self._words[rank].cost_s / roots.checks
         size = f"{roots.tensors} tensors, {roots.size_bytes / 2**20:.1f} MiB"
+        replays = self._replays.cost_words(rank, self._trained_s[rank])
         return (
             f"checks of bytes took {100 * shares[rank]:.3f} % of training on rank {rank} "
-            f"({roots.checks} checks of {size}, {each_ms:.2f} ms each; --ft-sdc)"
+            f"({roots.checks} checks of {size}, {each_ms:.2f} ms each; --ft-sdc){replays}"
         )
 
 

@@ -64,6 +64,14 @@ class NodeReplays:
             "cost_s": round(words.cost_s, 6),
         }
 
+    def cost_words(self, rank: int, trained_s: float) -> str:
+        """What replays took of that, as the end of a sentence; empty where there were none."""
+        words = self.words.get(rank)
+        if words is None or not words.clean + words.reports or trained_s <= 0:
+            return ""
+        share = 100 * words.cost_s / trained_s
+        return f"; {share:.3f} % of it for {words.clean + words.reports} replays (--ft-sdc-replay)"
+
     def _take(self, folder: Path, number: int, now_s: float) -> None:
         try:
             self._replays.add(ReplayReport.load(folder, number), now_s)
