@@ -350,8 +350,15 @@ def recompute(
         del output
         wanted = [tensors[number] for number in outputs]
         del tensors
+        for tensor, gradient in zip(wanted, outputs.values(), strict=True):
+            # What came back to a tensor that the model also uses inside is all of it: nothing is to be added.
+            tensor.register_hook(partial(_instead, gradient))  # type: ignore[no-untyped-call]
         torch.autograd.backward(wanted, list(outputs.values()))
     return collected.told()
+
+
+def _instead(gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return gradient
 
 
 def _take(collected: _Collected, place: int, alias: torch.Tensor) -> None:
