@@ -5,8 +5,8 @@ that came back to what it returned; forward and backward between the two are com
 may overwrite its input.
 
 Computing again leaves no trace. The module is called with aliases of its parameters, which have no hooks and gradients
-of their own, and with copies of its buffers; random states are put back; no gradient is kept longer than it takes to
-hash it. What it costs in memory is the activations of one microbatch.
+of their own, and with copies of its buffers; random states and plain attributes of modules are put back; no gradient is
+kept longer than it takes to hash it. What it costs in memory is the activations of one microbatch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = ["CannotReplayError", "Capture", "Gradients", "Place", "collectives_be
 _DEPTH: Final = 4  # containers in what a module returns
 _MOST_LEAVES: Final = 4
 _ABSENT: Final = -1
+_PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class CannotReplayError(Exception):
@@ -194,7 +195,7 @@ class Capture:
                 "buffers": dict(self._module.named_buffers()),
                 "random": _random_state(self._device),
                 "autocast": _autocast_state(self._device),
-                "is_training": self._module.training,
+                "attributes": _attributes(self._module),
             }
             self._forward = _pack(state, self._most_bytes)
 
@@ -318,20 +319,21 @@ def recompute(
         around: what to be inside of while the module is called.
 
     Raises:
-        CannotReplayError: this rank's module is in another state.
+        CannotReplayError: this rank's module is another one.
         Exception: whatever the module raises.
     """
     parameters = dict(module.named_parameters())
     device = next(iter(parameters.values())).device
     held = _random_state(device)
+    attributes = _attributes(module)
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         # Unpickled from memory of another rank of this job, which runs the same script as the same user.
         forward, outputs = (pickle.loads(part) for part in pickle.loads(packed))
-        if forward["is_training"] != module.training:
-            raise CannotReplayError("the model is in training mode on one rank and in evaluation mode on another")
         stack.callback(_set_random_state, held, device)
+        stack.callback(_set_attributes, module, attributes)
+        _set_attributes(module, forward["attributes"])
         stack.enter_context(torch.enable_grad())
         aliases = {name: p.detach().requires_grad_(p.requires_grad) for name, p in parameters.items()}
         collected = _Collected(hasher, len(aliases))
@@ -352,7 +354,7 @@ def recompute(
         del tensors
         for tensor, gradient in zip(wanted, outputs.values(), strict=True):
             # What came back to a tensor that the model also uses inside is all of it: nothing is to be added.
-            tensor.register_hook(partial(_instead, gradient))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_instead, gradient))
         torch.autograd.backward(wanted, list(outputs.values()))
     return collected.told()
 
@@ -397,6 +399,29 @@ def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(state["numpy"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _attributes(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Of each part of *module*: numbers and texts (whether it trains, counts of calls), states of own generators."""
+    out = []
+    for part in module.modules():
+        plain = {k: v for k, v in part.__dict__.items() if type(v) in _PLAIN}
+        numbers = {k: v.get_state() for k, v in part.__dict__.items() if isinstance(v, torch.Generator)}
+        out.append((plain, numbers))
+    return out
+
+
+def _set_attributes(module: nn.Module, told: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]) -> None:
+    parts = list(module.modules())
+    if len(parts) != len(told):
+        raise CannotReplayError("the model consists of other modules than on the rank that it was taken from")
+    for part, (plain, numbers) in zip(parts, told, strict=True):
+        for name, value in plain.items():
+            if part.__dict__.get(name) != value and type(part.__dict__.get(name)) in _PLAIN:
+                part.__dict__[name] = value
+        for name, state in numbers.items():
+            if isinstance(part.__dict__.get(name), torch.Generator):
+                part.__dict__[name].set_state(state)
 
 
 def _autocast_state(device: torch.device) -> dict[str, tuple[bool, torch.dtype, bool]]:

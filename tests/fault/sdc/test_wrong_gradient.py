@@ -33,6 +33,7 @@ class Runs:
     ) -> Job:
         if name not in self.done:
             options = ["--standalone", f"--nproc-per-node={ranks}", "--ft-sdc=5", f"--ft-sdc-replay={replay}"]
+            options += [] if faults else ["--ft-standby=off"]  # not needed there, and half of what a start costs
             args = ["ddp", steps, save, self.folder / name]
             env = {"PACE_S": "0.05" if faults else "0"}
             job = self.done[name] = self.start("replicas.py", options, args, faults=faults, env=env, name=name)

@@ -57,15 +57,19 @@ class Gpt(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Draws from Python's generator as well as from torch's."""
+    """Draws from Python's generator and one of its own as well as from torch's; counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.own = torch.Generator().manual_seed(3)
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         layer = self.one if random.random() < 0.5 else self.two
-        out: torch.Tensor = nn.functional.dropout(layer(x), 0.5)
+        noise = torch.rand(8, generator=self.own) * self.calls
+        out: torch.Tensor = nn.functional.dropout(layer(x) * noise, 0.5)
         return out
 
 
@@ -151,6 +155,8 @@ def everything(model: nn.Module) -> list[Any]:
         [None if p.grad is None else p.grad.clone() for p in parameters],
         [b.clone() for b in model.buffers()],
         [len(p._backward_hooks or ()) for p in parameters],
+        [m.own.get_state() for m in model.modules() if isinstance(m, Drawing)],
+        [m.calls for m in model.modules() if isinstance(m, Drawing)],
         torch.get_rng_state(),
         random.getstate(),
         torch.is_grad_enabled(),
@@ -281,11 +287,17 @@ def test_a_model_called_twice_before_its_backward_is_not_taken(hasher: Hasher) -
     assert "several times" in capture.why
 
 
-def test_a_model_in_another_mode_is_not_computed_again(hasher: Hasher) -> None:
+def test_a_model_in_another_mode_is_computed_as_it_was_taken(hasher: Hasher) -> None:
     model = mlp()
-    packed = take(model, (torch.randn(6, 12),), {}, hasher).packed()
-    with pytest.raises(CannotReplayError, match="evaluation mode"):
-        recompute(model.eval(), packed, hasher)
+    capture = take(model, (torch.randn(6, 12),), {}, hasher)
+    assert recompute(model.eval(), capture.packed(), hasher) == capture.gradients()
+    assert not any(m.training for m in model.modules())
+
+
+def test_another_model_is_not_computed(hasher: Hasher) -> None:
+    packed = take(mlp(), (torch.randn(6, 12),), {}, hasher).packed()
+    with pytest.raises(CannotReplayError, match="other modules"):
+        recompute(nn.Linear(12, 5), packed, hasher)
 
 
 def test_fingerprints_travel_and_show_where_gradients_differ(hasher: Hasher) -> None:
