@@ -264,8 +264,12 @@ class Integrity:
                 if turn.is_leader:
                     self._hear_answers(turn, payload)
 
-    def on_checkpoint(self, type_: str, step: int, folder: str) -> None:
-        """A record of this node's saver: a checkpoint can be loaded, or is durable in *folder*."""
+    def on_checkpoint(self, type_: str, step: int | None, folder: str) -> None:
+        """A record of this node's saver: a checkpoint can be loaded, is durable in *folder*, or is there no more."""
+        if type_ == "checkpoint_removed":
+            self._safe.removed(folder)
+        if type_ == "checkpoint_removed" or not isinstance(step, int):
+            return
         self._safe.saved(step, folder if type_ == "checkpoint_committed" else "")
         self._mark_verified()
 
@@ -560,7 +564,12 @@ class Integrity:
         is_device = j.cause is Cause.DEVICE
         # What changed at rest after a step may be in the checkpoint of that step, which is copied once roots are made.
         first_bad = j.first_bad_step - 1 if found.moment == "before_step" else j.first_bad_step
-        to = self._safe.target(first_bad if found.since is None else found.since)
+        since = first_bad if found.since is None else found.since
+        notes = found.notes
+        if since < first_bad and not self._safe.has_saved_before(since) and self._safe.has_saved_before(first_bad):
+            notes += (f"no checkpoint from before step {since} is left; a later one may hold wrong gradients, too",)
+            since = first_bad
+        to = self._safe.target(since)
         nodes = tuple(dict.fromkeys(self._known[r][0] for r in j.ranks if r in self._known)) if is_device else ()
         gpus = tuple(g for r in j.ranks if r in self._known and (g := self._known[r][1].gpu)) if is_device else ()
         places = [f"rank {s.rank}: {s.words()}" for s in found.spots]
@@ -572,7 +581,7 @@ class Integrity:
             j.confidence,
             nodes=nodes,
             gpus=gpus,
-            evidence=(*places, *found.notes),
+            evidence=(*places, *notes),
         )
         details = {
             "sdc": {
@@ -590,6 +599,7 @@ class Integrity:
                 "sentence": j.sentence,
                 "back_to": to,
                 "back_to_is_verified": self._safe.is_target_verified(to),
+                "notes": list(notes),
             }
         }
         return Case(turn.attempt, (finding,), details, summary, to, turn.began_s)

@@ -488,6 +488,8 @@ class NodeAgent:
         if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
             self._desk.saved(fields["step"])
             self._integrity.on_checkpoint(type_, fields["step"], str(fields.get("path") or ""))
+        elif type_ in ("checkpoint_loaded", "checkpoint_removed"):
+            self._integrity.on_checkpoint(type_, fields.get("step"), str(fields.get("path") or ""))
 
     # -- commands ----------------------------------------------------------------------------------------------------
     def _do(self, commands: Sequence[ev.Command]) -> None:

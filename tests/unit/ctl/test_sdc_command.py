@@ -118,3 +118,28 @@ def test_nonsense_in_a_journal_is_survived(run: Run, ctl: Ctl) -> None:
     run.write("found", 6.0, sentence=None, places=[1, {"elements": [5]}], gpus=7)
     run.write("verified", 6.0)
     assert ctl("sdc", run.folder.root).code == 10
+
+
+def replaying(rank: int, of: int, **told: Any) -> dict[str, Any]:
+    replay = {"state": "on", "of": of, "clean": 4, "newest_step": 39, "differed": 0, "interval": 200, "cost_s": 0.02}
+    return {"state": "on", "checks": 10, "cost_s": 0.01, "trained_s": 40.0, "replay": {**replay, **told}}
+
+
+def test_replays_are_told_of(run: Run, ctl: Ctl) -> None:
+    run.write("checks", 30.0, ranks={str(r): replaying(r, (r + 1) % 3, cost_s=0.02 * (1 + r)) for r in range(3)})
+    result = ctl("sdc", run.folder.root)
+    assert result.code == 0, result.err
+    told = (
+        "microbatches of each other that ranks have computed again, with the same gradients: 12, the newest at step 39"
+    )
+    assert told in result.lines
+    assert "  every 200 steps, 0.150 % of the time on rank 2" in result.lines
+
+
+def test_replays_that_differed_or_are_off_are_told_of(run: Run, ctl: Ctl) -> None:
+    ranks = {"0": replaying(0, 0, differed=2), "1": replaying(1, 1, state="off", clean=0, newest_step=None)}
+    run.write("checks", 30.0, ranks=ranks)
+    lines = ctl("sdc", run.folder.root).lines
+    assert any(line.startswith("microbatches of their own (one rank per node)") for line in lines)
+    assert "  with others: rank 0 2" in lines
+    assert "  off on rank 1" in lines
