@@ -130,8 +130,10 @@ class Replay:
         self._last_clean: dict[int, int] = {}  # by rank: the newest step at which what it told was found here, too
         self._clean = self._reports = self._cost_ns = 0
         self._replay_s = 0.0
-        self._replays = 0
-        self._interval = every or _BASE
+        self._exchanges = 0
+        self._replays = 0  # exchanges in which another rank took part
+        self._interval = every or _BASE  # that this rank would have
+        self._common_interval = self._interval  # of the ring: who takes part alone has done it for nothing
         self._requested: set[int] = set()
 
     # -- from the bootstrap --------------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ class Replay:
             self._requested = {s for s in self._requested if s > step}
             return True
         # Once it is known that it can be done, the next step shows whether ranks agree.
-        return not self._is_tested or not self._replays or (step + 1) % self._interval == 0
+        return not self._is_tested or not self._exchanges or (step + 1) % self._common_interval == 0
 
     # -- taking --------------------------------------------------------------------------------------------------------
     def _arm(self, step: int) -> None:
@@ -280,6 +282,7 @@ class Replay:
         assert inner is not None
         step, box = self._step, self._box
         assert box is not None
+        replays = self._replays
         gradients = capture.gradients()  # on a device this waits for the backward, which is no cost of ours
         began_s, cpu_s = monotonic(), thread_time()
         wait = Wait(min(max(2 * self._integrity.step_s + 2 * self._replay_s, _LEAST_WAIT_S), _MOST_WAIT_S))
@@ -299,7 +302,7 @@ class Replay:
             if _device_of(inner).type == "cpu":  # waiting for a core is no cost of ours
                 threads = max(int(sys.modules["torch"].get_num_threads()), 1)
                 worked_s = min(worked_s, (thread_time() - cpu_s) * threads)
-            self._took(worked_s + capture.took_s)
+            self._took(worked_s + capture.took_s, replays)
         if self._off_later:
             self._turn_off(self._off_later)
 
@@ -322,7 +325,7 @@ class Replay:
     def _exchange(self, inner: Any, step: int, packed: bytes, gradients: Gradients, wait: Wait) -> None:
         ring = self._ring()
         assert self._box is not None
-        self._replays += 1
+        self._exchanges += 1
         at = next(i for i, peer in enumerate(ring) if peer.rank == self._rank)
         ranks = tuple(p.rank for p in ring)
         if len(ring) == 1:
@@ -365,6 +368,7 @@ class Replay:
         self, inner: Any, step: int, of: int, told: Gradients, packed: bytes, kind: str, ranks: tuple[int, ...]
     ) -> None:
         """Compute the microbatch of rank *of* again, and tell what it gives."""
+        self._replays += kind in ("next", "own")
         found = self._recompute(inner, packed)
         if kind == "next" and self._box is not None:
             self._box.tell(step, AGREES if found == told else DIFFERS)
@@ -431,16 +435,22 @@ class Replay:
         write_whole(str(report_path(Path(self._rank_dir), self._reports)), report.to_json().encode())
         self._words[self._base + S_REPLAY_REPORTS] = self._reports
 
-    def _took(self, cost_s: float) -> None:
+    def _took(self, cost_s: float, before: int) -> None:
+        """*before*: replays made before that."""
         self._cost_ns += int(cost_s * 1e9)
         words, base = self._words, self._base
         words[base + S_REPLAY_COST] = self._cost_ns
-        if not self._replays:  # the test: it makes what later ones use
+        if not self._exchanges:  # the test: it makes what later ones use
             return
-        self._replay_s = cost_s if self._replays <= 2 else self._replay_s + (cost_s - self._replay_s) * 0.25
+        if self._replays == before:  # nobody else took part: the next one may be dearer
+            self._replay_s = max(self._replay_s, cost_s)
+        else:
+            self._replay_s = cost_s if self._replays <= 2 else self._replay_s + (cost_s - self._replay_s) * 0.25
         if self._every is None and self._integrity.step_s > 0:
             self._interval = doubled(self._replay_s, self._integrity.step_s, _BASE, SHARE, self._interval)
             words[base + S_REPLAY_INTERVAL] = self._interval
+            others = [int(words[p.base + S_REPLAY_INTERVAL]) for p in self._peers]
+            self._common_interval = max(self._interval, *others)
 
     # -- the rest ------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager

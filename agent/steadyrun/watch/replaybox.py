@@ -90,8 +90,9 @@ class Wait:
 class Peer:
     """Another rank of this node, and its box; opened when it is first needed."""
 
-    def __init__(self, rank: int, pid: int, fd: int) -> None:
-        self.rank, self.pid = rank, pid
+    def __init__(self, rank: int, pid: int, fd: int, base: int = 0) -> None:
+        """*base*: where its slot begins."""
+        self.rank, self.pid, self.base = rank, pid, base
         self._path = f"/proc/{pid}/fd/{fd}"
         self._fd = -1
 
@@ -145,7 +146,7 @@ def peers_of(words: memoryview, ranks: tuple[int, ...], attempt: int) -> list[Pe
         base = HEADER_WORDS + slot * SLOT_WORDS
         pid, rank, box = words[base + S_OWNER_PID], words[base + S_RANK], words[base + S_REPLAY_BOX]
         if pid and box and words[base + S_ATTEMPT] == attempt and rank in ranks:
-            found.append(Peer(rank, pid, box - 1))
+            found.append(Peer(rank, pid, box - 1, base))
     return sorted(found, key=lambda p: p.rank)
 
 
