@@ -156,6 +156,7 @@ class _Observers:
         self._marks = marks
         self._timing: Timing | None = None
         self.integrity: Integrity | None = None
+        self.replay: Replay | None = None
         self.before_first_update: Callable[[], None] | None = None
 
     def install(self, module: Any) -> None:
@@ -245,6 +246,7 @@ class _Observers:
             _say(f"cannot replay microbatches of this rank: {type(e).__name__}: {e}")
             return None
         os.register_at_fork(after_in_child=replay.forked)
+        self.replay = replay
         return replay
 
     def watched(self) -> Sequence[Any]:
