@@ -13,7 +13,7 @@ from jobs import Job, JobStarter
 
 from steadyrun.ctl.main import main as steadyctl
 
-EVERY, SAVE_EVERY, STEPS = 5, 10, 32
+EVERY, SAVE_EVERY, STEPS = 5, 10, 72
 WRONG, CLEAN = 24, 19  # the gradient of this step; the newest replay before it, and the newest checkpoint from then
 ELEMENT, BIT = 70_000, 20
 DEADLINE_S = 600.0
@@ -35,7 +35,7 @@ class Runs:
             options = ["--standalone", f"--nproc-per-node={ranks}", "--ft-sdc=5", f"--ft-sdc-replay={replay}"]
             options += [] if faults else ["--ft-standby=off"]  # not needed there, and half of what a start costs
             args = ["ddp", steps, save, self.folder / name]
-            env = {"PACE_S": "0.05" if faults else "0"}
+            env = {"PACE_S": "0.06" if faults else "0"}  # what is found is acted on within two seconds
             job = self.done[name] = self.start("replicas.py", options, args, faults=faults, env=env, name=name)
             assert job.wait(DEADLINE_S - 60) == 0, job.story()
         return self.done[name]
