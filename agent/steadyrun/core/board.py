@@ -59,6 +59,7 @@ from steadyrun.core.layout import (
     S_NAMES,
     S_OWNER_PID,
     S_RANK,
+    S_REPLAY,
     S_RING,
     S_RING_COUNT,
     S_STEP,
@@ -340,19 +341,22 @@ class Board:
     def integrity(self, slot: int) -> IntegrityWords:
         """What the slot says of checks of the rank's bytes."""
         base = self.slot_base(slot) + S_HASHES
-        words = self.words[base : base + 16].tolist()
-        fd, generation, checks, interval, cost_ns, step_ns, ring, state = words[:8]
+        fd, generation, checks, interval, cost_ns, step_ns, ring, state = self.words[base : base + 8].tolist()
         return IntegrityWords(
             state=STATES[state] if state < len(STATES) else STATES[0],
             ring_fd=fd - 1 if 0 < fd < 1 << 31 else None,
             ring=ring,
+            replay=self._replay(slot),
             generation=generation,
             checks=checks,
             interval=interval,
             cost_s=cost_ns / 1e9,
             step_s=step_ns / 1e9,
-            replay=ReplayWords.read(words[8:]),
         )
+
+    def _replay(self, slot: int) -> ReplayWords:
+        base = self.slot_base(slot) + S_REPLAY
+        return ReplayWords.read(self.words[base : base + 8].tolist())
 
     def timings(self, slot: int, seen: int) -> tuple[list[StepTiming], int, int]:
         """Step timings since count *seen*: (records in order, new count, how many were overwritten unread).

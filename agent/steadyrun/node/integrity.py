@@ -354,7 +354,7 @@ class Integrity:
                 )
             )
         notes += self._replays.notes
-        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]), self._replayed)
+        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]), replayed=self._replayed)
         if facts == self._facts:
             return
         self._facts, self._facts_bytes = facts, facts.to_bytes()

@@ -106,9 +106,9 @@ class NodeSpec:
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
         metrics: where this node's metrics are served.
         devices: what is watched below the ranks; None for nothing.
+        sdc_replay: steps between replays of microbatches, as ``sdc``.
         node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
         sdc: steps between checks of the ranks' bytes; 0: none; None: what their cost allows.
-        sdc_replay: steps between replays of microbatches, as ``sdc``.
     """
 
     run_id: str
@@ -134,9 +134,9 @@ class NodeSpec:
     straggler_action: str = "report"
     metrics: ExporterPlan = field(default_factory=ExporterPlan)
     devices: DevicesPlan | None = None
+    sdc_replay: int | None = 0
     node_check: str = "off"
     sdc: int | None = None
-    sdc_replay: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -641,9 +641,9 @@ class SteadyAgent(LocalElasticAgent):
             straggler_action=settings.straggler_action,
             metrics=_exporter_plan(settings),
             devices=_devices_plan(settings, folder, os.environ),
+            sdc_replay=settings.sdc_replay,
             node_check=settings.node_check,
             sdc=settings.sdc,
-            sdc_replay=settings.sdc_replay,
         )
         listed = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", DEFAULT_SIGNALS)
         with SignalInbox(parse_signals(listed)) as signals:

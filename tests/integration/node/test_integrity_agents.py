@@ -89,7 +89,7 @@ class Rank:
     @property
     def words(self) -> IntegrityWords:
         replay = ReplayWords("on", 200, 0.01, 3, 19, self.reports, self.rank)
-        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, replay)
+        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, replay=replay)
 
     def replays(self, of: int, kind: str, step: int, told: int, found: int) -> None:
         """It has computed a microbatch of *of* again, and found something."""
