@@ -60,6 +60,7 @@ from steadyrun.core.layout import (
     S_NAMES,
     S_OWNER_PID,
     S_RANK,
+    S_REPLAY,
     S_RING,
     S_RING_COUNT,
     S_STEP,
@@ -80,6 +81,7 @@ from steadyrun.core.layout import (
     fits,
     now_word,
 )
+from steadyrun.core.replay import ReplayWords
 from steadyrun.core.timing import StepTiming
 
 __all__ = [
@@ -365,6 +367,7 @@ class Board:
             state=STATES[state] if state < len(STATES) else STATES[0],
             ring_fd=fd - 1 if 0 < fd < 1 << 31 else None,
             ring=ring,
+            replay=self._replay(slot),
             generation=generation,
             checks=checks,
             interval=interval,
@@ -372,6 +375,10 @@ class Board:
             step_s=step_ns / 1e9,
             signals=read_signals(self.words, begin) if signals else (),
         )
+
+    def _replay(self, slot: int) -> ReplayWords:
+        base = self.slot_base(slot) + S_REPLAY
+        return ReplayWords.read(self.words[base : base + 8].tolist())
 
     def timings(self, slot: int, seen: int) -> tuple[list[StepTiming], int, int]:
         """Step timings since count *seen*: (records in order, new count, how many were overwritten unread).

@@ -54,10 +54,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from steadyrun.core.errors import SteadyrunError
 from steadyrun.core.guards import Signal
+
+if TYPE_CHECKING:
+    from steadyrun.core.replay import ReplayWords
 
 __all__ = [
     "BASE_INTERVAL",
@@ -284,6 +287,7 @@ class IntegrityWords:
         cost_s: of training time, all checks together.
         step_s: an average step.
         signals: the newest losses and norms of gradients that were out of line.
+        replay: what it says of microbatches that the rank computes again.
     """
 
     state: str
@@ -295,6 +299,7 @@ class IntegrityWords:
     cost_s: float
     step_s: float
     signals: tuple[Signal, ...] = ()
+    replay: ReplayWords | None = None
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------

@@ -75,6 +75,15 @@ S_GUARD_COUNT = S_HASHES + 8  # losses and norms of gradients that were out of l
 S_GUARD_RING = S_HASHES + 16  # the newest of them, as core.guards has them
 S_TIMING = 2048
 assert S_HASHES + 256 <= S_TIMING
+S_REPLAY = S_HASHES + 240  # what core.replay.ReplayWords shows
+S_REPLAY_BOX = S_REPLAY  # descriptor of the rank's box for other ranks of its node, + 1; 0: none
+S_REPLAY_STATE = S_REPLAY + 1  # one of core.replay.STATES
+S_REPLAY_INTERVAL = S_REPLAY + 2  # steps between replays at present
+S_REPLAY_COST = S_REPLAY + 3  # ns that all replays together took of training
+S_REPLAY_CLEAN = S_REPLAY + 4  # replays that gave what the rank replayed had
+S_REPLAY_STEP = S_REPLAY + 5  # newest step of those, + 1; 0: none
+S_REPLAY_REPORTS = S_REPLAY + 6  # reports written so far: of replays that gave something else, and what follows
+S_REPLAY_OF = S_REPLAY + 7  # the rank whose microbatches this one replays, + 1; 0: not known yet
 
 TIMING_RING = 128  # power of two
 TIMING_WORDS = 16

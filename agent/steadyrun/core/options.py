@@ -687,6 +687,14 @@ class Settings:
         "to a verified checkpoint and leave out the batches from there on; for scripts that use watch.checkpointer.",
         _INTEGRITY,
     )
+    sdc_replay: int | None = _option(
+        CheckSteps(),
+        None,
+        "Steps between replays, under DDP, with --ft-sdc: each rank of a node computes one microbatch of another one "
+        "again and compares the gradients, which finds the one that computes wrongly. Off by itself where a repetition "
+        "does not give the same bits. auto: 200, or more, so that it takes less than 0.1 % of the time.",
+        _INTEGRITY,
+    )
 
 
 OPTIONS: Final[tuple[Option, ...]] = tuple(

@@ -102,12 +102,14 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The end of an inquiry. *notes*: what could not be done."""
+    """The end of an inquiry. *notes*: what could not be done; *since*: the first step that may be wrong, where that is
+    not the first that was seen to be."""
 
     judgement: Judgement
     moment: str
     spots: tuple[Spot, ...] = ()
     notes: tuple[str, ...] = ()
+    since: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

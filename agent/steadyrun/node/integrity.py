@@ -41,6 +41,7 @@ from steadyrun.integrity.coefficients import LEAF_BYTES
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
 from steadyrun.node.inquiry import SAVED, Ask, Diverged, Found, Inquiry, inquire, inquire_at_rest
 from steadyrun.node.rankroots import RankRoots
+from steadyrun.node.replays import NodeReplays, found_of, pack, unpack
 from steadyrun.node.reporting import Desk, RankPlace
 from steadyrun.node.rootswire import RankIntegrity, RootsFacts, RootsInbox, RootsOutbox, Told, pack_roots
 
@@ -64,6 +65,7 @@ MOST_SIGNALS: Final = 200  # records of an attempt
 QUIET_STEPS: Final = 100  # without a signal, after which the next one is told again
 MOST_AHEAD: Final = 1000  # steps
 COMPARE_S: Final = 20.0  # until a spike is one although no check has compared anything since
+MOST_REPLAYED: Final = 7  # that a node keeps telling of
 _SOCKET_BYTES: Final = 64 << 20
 
 
@@ -117,6 +119,7 @@ class _Turn:
     is_told: bool = True
     is_ending: bool = False  # nobody answers any more
     is_settled: bool = False  # the case is in other hands, or reported
+    replayed: set[tuple[int, ...]] = field(default_factory=set)  # ranks that replays have found, heard of
 
 
 class Integrity:
@@ -157,6 +160,8 @@ class Integrity:
         self._steps: dict[int, int] = {}
         self._trained_s: dict[int, float] = {}  # by rank: from its first step to its newest
         self._cost_line = ""
+        self._replays = NodeReplays()
+        self._replayed: tuple[Mapping[str, Any], ...] = ()  # what they have found here
         self._outbox, self._inbox = RootsOutbox(), RootsInbox()
         self._untold: list[Told] = []
         self._facts = RootsFacts(node)
@@ -179,6 +184,7 @@ class Integrity:
         self._turn = _Turn(attempt, world_size, channel, is_leader, Comparison())
         self._outbox, self._inbox, self._untold = RootsOutbox(), RootsInbox(), []
         self._facts, self._facts_bytes = RootsFacts(self._node), b""
+        self._replays, self._replayed = NodeReplays(), ()
         self._nodes.clear()
         self._known.clear()
         self._heard_ask = 0
@@ -239,6 +245,7 @@ class Integrity:
                 self._steps[place.rank] = view.step
             if view is not None and view.step_at_s is not None and view.first_step_s is not None:
                 self._trained_s[place.rank] = view.step_at_s - view.first_step_s
+        self._look_at_replays(turn, now_s)
         self._look_at_facts(turn)
         if turn.is_leader:
             untold, self._untold = self._untold, []
@@ -280,8 +287,12 @@ class Integrity:
                 if turn.is_leader:
                     self._hear_answers(turn, payload)
 
-    def on_checkpoint(self, type_: str, step: int, folder: str) -> None:
-        """A record of this node's saver: a checkpoint can be loaded, or is durable in *folder*."""
+    def on_checkpoint(self, type_: str, step: int | None, folder: str) -> None:
+        """A record of this node's saver: a checkpoint can be loaded, is durable in *folder*, or is there no more."""
+        if type_ == "checkpoint_removed":
+            self._safe.removed(folder)
+        if type_ == "checkpoint_removed" or not isinstance(step, int):
+            return
         self._safe.saved(step, folder if type_ == "checkpoint_committed" else "")
         self._mark_verified()
 
@@ -341,6 +352,14 @@ class Integrity:
             self._places[place.rank] = place
         self._words[place.rank] = words
         self._untold += known.look(words, now_s)
+        if words.replay is not None:
+            self._replays.look(place.rank, place.pid, place.folder, words.replay, now_s)
+
+    def _look_at_replays(self, turn: _Turn, now_s: float) -> None:
+        for found in self._replays.ready(now_s):
+            self._replayed = (*self._replayed[-MOST_REPLAYED:], pack(found))
+            if turn.is_leader:
+                self._on_replayed(turn, self._replayed[-1])
 
     def _look_at_facts(self, turn: _Turn) -> None:
         groups: dict[int, tuple[int, ...]] = {}
@@ -359,7 +378,8 @@ class Integrity:
                 )
             )
         signals = {rank: words.signals for rank, words in sorted(self._words.items()) if words.signals}
-        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]), signals)
+        notes += self._replays.notes
+        facts = RootsFacts(self._node, tuple(ranks), groups, changed, tuple(notes[:8]), signals, self._replayed)
         if facts == self._facts:
             return
         self._facts, self._facts_bytes = facts, facts.to_bytes()
@@ -368,6 +388,8 @@ class Integrity:
             if note not in self._notes:
                 self._notes.append(note)
                 self._record("integrity", event="note", text=note)
+                if note in self._replays.notes and turn.is_leader:
+                    self._say(f"steadyrun: {note}")
         if turn.is_leader:
             self._introduce(turn, 0, facts)
 
@@ -391,6 +413,9 @@ class Integrity:
             self._safe.has_replicas = True
         for number, signals in facts.signals.items():
             self._on_signals(turn, number, signals)
+        if group_rank != 0:
+            for told in facts.replayed:
+                self._on_replayed(turn, told)
 
     # -- losses and norms of gradients (leader) ------------------------------------------------------------------------
     def _on_signals(self, turn: _Turn, rank: int, signals: Sequence[Signal]) -> None:
@@ -540,6 +565,7 @@ class Integrity:
         """Judge what there is; nobody is waited for any more, and nobody stopped."""
         now_s = self._clock.now_s()
         turn.is_ending = True
+        self._look_at_replays(turn, inf)
         self._look_at_moments(turn, now_s)
         if turn.inquiry is not None:
             turn.inquiry.hurry(now_s)
@@ -594,6 +620,25 @@ class Integrity:
                 turn.in_vain[key] = turn.in_vain.get(key, 0) + 1
             turn.comparison.mute(k for k, n in turn.in_vain.items() if n >= MOST_IN_VAIN)
             return
+        self._settle(turn, found, now_s)
+
+    def _on_replayed(self, turn: _Turn, told: Mapping[str, Any]) -> None:
+        """A microbatch gives other gradients when it is computed again; of the same ranks the first one counts."""
+        found = found_of(unpack(told))
+        if found.judgement.ranks in turn.replayed:
+            return
+        turn.replayed.add(found.judgement.ranks)
+        judgement = found.judgement
+        step = judgement.first_bad_step
+        self._record("integrity", event="replay_differed", step=step, ranks=list(judgement.ranks))
+        if turn.case is None:
+            now_s = self._clock.now_s()
+            turn.began_s, turn.keys = now_s, ()
+            self._settle(turn, found, now_s)
+
+    def _settle(self, turn: _Turn, found: Found, now_s: float) -> None:
+        """Tell what was found, and have it acted on."""
+        judgement = found.judgement
         case = self._case(turn, found)
         details = case.details["sdc"]
         self._record("integrity", event="found", took_s=round(now_s - turn.began_s, 3), **details)
@@ -626,7 +671,12 @@ class Integrity:
         is_device = j.cause is Cause.DEVICE
         # What changed at rest after a step may be in the checkpoint of that step, which is copied once roots are made.
         first_bad = j.first_bad_step - 1 if found.moment == "before_step" else j.first_bad_step
-        to = self._safe.target(first_bad)
+        since = first_bad if found.since is None else found.since
+        notes = found.notes
+        if since < first_bad and not self._safe.has_saved_before(since) and self._safe.has_saved_before(first_bad):
+            notes += (f"no checkpoint from before step {since} is left; a later one may hold wrong gradients, too",)
+            since = first_bad
+        to = self._safe.target(since)
         nodes = tuple(dict.fromkeys(self._known[r][0] for r in j.ranks if r in self._known)) if is_device else ()
         gpus = tuple(g for r in j.ranks if r in self._known and (g := self._known[r][1].gpu)) if is_device else ()
         places = [f"rank {s.rank}: {s.words()}" for s in found.spots]
@@ -638,7 +688,7 @@ class Integrity:
             j.confidence,
             nodes=nodes,
             gpus=gpus,
-            evidence=(*places, *found.notes),
+            evidence=(*places, *notes),
         )
         details = {
             "sdc": {
@@ -656,6 +706,7 @@ class Integrity:
                 "sentence": j.sentence,
                 "back_to": to,
                 "back_to_is_verified": self._safe.is_target_verified(to),
+                "notes": list(notes),
             }
         }
         return Case(turn.attempt, (finding,), details, summary, to, turn.began_s)
@@ -758,7 +809,7 @@ class Integrity:
             turn.compared = turn.agreed = 0
 
     def _record_checks(self) -> None:
-        ranks = {
+        ranks: dict[str, dict[str, Any]] = {
             str(rank): {
                 "state": self._words[rank].state,
                 "checks": roots.checks,
@@ -772,12 +823,17 @@ class Integrity:
             }
             for rank, roots in sorted(self._ranks.items())
         }
+        for rank in self._ranks:
+            replay = self._replays.to_record(rank)
+            if replay is not None:
+                ranks[str(rank)]["replay"] = replay
         self._record("integrity", event="checks", ranks=ranks)
 
     def _cost_words(self) -> str:
         """What checks took of the training of the attempt, on the rank of this node that they took most of."""
+        replay_s = {rank: words.cost_s for rank, words in self._replays.words.items()}
         shares = {
-            rank: self._words[rank].cost_s / trained_s
+            rank: (self._words[rank].cost_s + replay_s.get(rank, 0.0)) / trained_s
             for rank, trained_s in self._trained_s.items()
             if trained_s > 0 and self._ranks[rank].checks
         }
@@ -787,9 +843,10 @@ class Integrity:
         roots = self._ranks[rank]
         each_ms = 1000 * self._words[rank].cost_s / roots.checks
         size = f"{roots.tensors} tensors, {roots.size_bytes / 2**20:.1f} MiB"
+        replays = self._replays.cost_words(rank, self._trained_s[rank])
         return (
             f"checks of bytes took {100 * shares[rank]:.3f} % of training on rank {rank} "
-            f"({roots.checks} checks of {size}, {each_ms:.2f} ms each; --ft-sdc)"
+            f"({roots.checks} checks of {size}, {each_ms:.2f} ms each; --ft-sdc){replays}"
         )
 
 

@@ -112,6 +112,7 @@ class NodeSpec:
         straggler_action: what follows from a slow rank, one of ``straggling.ACTIONS``.
         metrics: where this node's metrics are served.
         devices: what is watched below the ranks; None for nothing.
+        sdc_replay: steps between replays of microbatches, as ``sdc``.
         node_check: how the node is checked before an attempt, one of ``gate.LEVELS``.
         sdc: steps between checks of the ranks' bytes; 0: none; None: what their cost allows.
         loss_spike: ``rollback`` or ``off``.
@@ -140,6 +141,7 @@ class NodeSpec:
     straggler_action: str = "report"
     metrics: ExporterPlan = field(default_factory=ExporterPlan)
     devices: DevicesPlan | None = None
+    sdc_replay: int | None = 0
     node_check: str = "off"
     sdc: int | None = None
     loss_spike: str = "off"
@@ -517,6 +519,8 @@ class NodeAgent:
         if type_ in ("checkpoint_in_memory", "checkpoint_committed") and isinstance(fields.get("step"), int):
             self._desk.saved(fields["step"])
             self._integrity.on_checkpoint(type_, fields["step"], str(fields.get("path") or ""))
+        elif type_ in ("checkpoint_loaded", "checkpoint_removed"):
+            self._integrity.on_checkpoint(type_, fields.get("step"), str(fields.get("path") or ""))
 
     # -- commands ----------------------------------------------------------------------------------------------------
     def _do(self, commands: Sequence[ev.Command]) -> None:
@@ -1050,6 +1054,7 @@ class NodeAgent:
             "stack_signal": spec.stack_signal,
             "timing": spec.timing,
             "sdc": spec.sdc,
+            "sdc_replay": spec.sdc_replay,
             "saver": self._saver.socket_path if self._saver is not None else None,
         }
 

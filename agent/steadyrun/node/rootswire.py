@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from steadyrun.core.guards import Signal
 from steadyrun.core.integrity import MOMENTS
@@ -82,6 +82,7 @@ class RootsFacts:
         changed: tensors that changed at rest, by rank and the step before whose update that was found.
         notes: for people.
         signals: the newest losses and norms of gradients that were out of line, by rank.
+        replayed: what replays of its ranks' microbatches have found (``replays.pack``).
     """
 
     node: str
@@ -90,6 +91,7 @@ class RootsFacts:
     changed: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     signals: Mapping[int, tuple[Signal, ...]] = field(default_factory=dict)
+    replayed: tuple[Mapping[str, Any], ...] = ()
 
     def to_bytes(self) -> bytes:
         told = {
@@ -99,6 +101,7 @@ class RootsFacts:
             "changed": [[rank, step, list(names)] for (rank, step), names in self.changed.items()],
             "notes": list(self.notes),
             "signals": [[rank, [s.as_list() for s in signals]] for rank, signals in self.signals.items()],
+            "replayed": list(self.replayed),
         }
         return json.dumps(told, separators=(",", ":")).encode()
 
@@ -129,6 +132,7 @@ class RootsFacts:
                 {(int(rank), int(step)): tuple(map(str, names)) for rank, step, names in told["changed"]},
                 tuple(map(str, told["notes"])),
                 {int(rank): tuple(map(Signal.from_list, signals)) for rank, signals in told.get("signals", ())},
+                tuple(dict(one) for one in told.get("replayed", ())),
             )
         except (TypeError, KeyError, IndexError, RecursionError, AttributeError) as e:
             raise ValueError(f"cannot read what a node says of its ranks' bytes: {type(e).__name__}: {e}") from e

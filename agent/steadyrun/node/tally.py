@@ -215,7 +215,7 @@ class Tally:
         event = record["event"]
         if event == "compared":
             self._values.add("sdc_checks_total", float(record["agreed"]), "match")
-        elif event in ("differing", "at_rest"):
+        elif event in ("differing", "at_rest", "replay_differed"):
             self._values.add("sdc_checks_total", 1, "mismatch")
         elif event == "in_vain":
             self._values.add("sdc_checks_total", 1, "error")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from steadyrun.watch.integrity import Integrity
+    from steadyrun.watch.replay import Replay
     from steadyrun.watch.timing import Timing
 
 __all__ = ["attach", "begin"]
@@ -157,6 +158,7 @@ class _Observers:
         self._marks = marks
         self._timing: Timing | None = None
         self.integrity: Integrity | None = None
+        self.replay: Replay | None = None
         self.before_first_update: Callable[[], None] | None = None
 
     def install(self, module: Any) -> None:
@@ -170,7 +172,11 @@ class _Observers:
         timing, integrity = self._timing, self.integrity
         if integrity is None:
             return
-        checked, saving = integrity.step_marked, integrity.aside_begins
+        checked: Callable[[int], None] = integrity.step_marked
+        saving = integrity.aside_begins
+        replay = self._make_replay(module, integrity)
+        if replay is not None:
+            checked = _one_by_one(integrity.step_marked, replay.step_marked)
         if timing is None:
             marks.observe(timed=checked, aside=saving)
             return
@@ -227,6 +233,32 @@ class _Observers:
         if self.integrity is not None:
             self.integrity.clipped(norm)
 
+    def _make_replay(self, module: Any, integrity: Integrity) -> Replay | None:
+        setup = self._setup
+        if setup.sdc_replay == 0:
+            return None
+        try:
+            from steadyrun.watch.replay import Replay
+
+            words, base = self._slot.words, self._slot.base
+            replay = Replay(
+                words,
+                base,
+                integrity,
+                setup.rank,
+                setup.attempt,
+                setup.rank_dir,
+                setup.sdc_replay,
+                self._timing,
+            )
+            replay.install(module)
+        except Exception as e:
+            _say(f"cannot replay microbatches of this rank: {type(e).__name__}: {e}")
+            return None
+        os.register_at_fork(after_in_child=replay.forked)
+        self.replay = replay
+        return replay
+
     def watched(self) -> Sequence[Any]:
         return () if self.integrity is None else self.integrity.watched
 
@@ -244,6 +276,14 @@ class _Observers:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         return None if self.integrity is None else self.integrity.answer(request)
+
+
+def _one_by_one(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
+    def both(step: int) -> None:
+        first(step)
+        second(step)
+
+    return both
 
 
 def _before_first_update(module: Any, call: Callable[[], None]) -> None:

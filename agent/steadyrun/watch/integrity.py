@@ -119,6 +119,7 @@ class Integrity:
         self._task: Callable[[], int] = lambda: -1
         self._sources: tuple[Comparison, ...] = ()
         self._batches: list[_DeviceBatch] = []
+        self._hashers: dict[str, Hasher] = {}
         self._generation = 0
         self._searches = 0
         self._fingers: tuple[int, ...] = ()
@@ -210,6 +211,31 @@ class Integrity:
         return not self._is_off and self._generation > 0
 
     @property
+    def thread(self) -> int:
+        """The one that is watched; 0: not known yet."""
+        return self._thread
+
+    @property
+    def step_s(self) -> float:
+        """An average step; 0: not known yet."""
+        return self._step_s
+
+    def models(self) -> list[Any]:
+        """The outermost modules that the optimizers update, as far as they were looked for."""
+        return [m for m in (known() for known in self._models.values()) if m is not None]
+
+    def hasher(self, device: Any) -> Hasher:
+        """For tensors on *device*; for the thread that is watched, or while that waits."""
+        from steadyrun.integrity.fingerprint import Hasher
+
+        known = {str(b.hasher.device): b.hasher for b in self._batches} | self._hashers
+        return self._hashers.setdefault(str(device), known.get(str(device)) or Hasher(device))
+
+    def is_outermost(self, optimizer: Any) -> bool:
+        """Whether an update of *optimizer* has just begun, and inside of no other."""
+        return not self._is_off and self._open == [id(optimizer)]
+
+    @property
     def watched(self) -> tuple[Comparison, ...]:
         """What is hashed."""
         return self._sources
@@ -244,7 +270,7 @@ class Integrity:
         try:
             if is_initialisation(optimizer, sys._getframe(1)):
                 return
-            if not self._is_between():
+            if not self.is_between():
                 self._checked_step = None
                 return
             if not self._generation:
@@ -265,7 +291,7 @@ class Integrity:
             del self._open[self._open.index(id(optimizer)) :]
         if self._open or self._marks.has_explicit_steps():
             return
-        if not self._is_between():
+        if not self.is_between():
             self._words[self._base + S_HASH_STATE] = _ON if self._generation else _OFF
             return
         step = self._marks.last_step()
@@ -294,7 +320,7 @@ class Integrity:
         except Exception as e:
             self._fail(e)
 
-    def _is_between(self) -> bool:
+    def is_between(self) -> bool:
         """Nothing that is going on would take a check for its own, or make it one of half an update."""
         if self._task() != -1:  # in a backward, with an optimizer per parameter, others have updated or have not
             return False
@@ -354,7 +380,7 @@ class Integrity:
         torch = sys.modules["torch"]
         self._is_compiling = torch.compiler.is_compiling
         self._task = getattr(torch._C, "_current_graph_task_id", self._task)
-        if not self._is_between():
+        if not self.is_between():
             return
         self._note(optimizer)
         self._renew()

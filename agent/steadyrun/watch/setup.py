@@ -28,6 +28,7 @@ class RankSetup:
         flight: the flight recorder's variables that the launcher has set itself; None: leave the recorder alone.
         loaded_report: file for ``LoadedReport``, or None.
         sdc: steps between checks of the bytes that the rank holds; 0: none; None: what their cost allows.
+        sdc_replay: steps between replays of microbatches, as ``sdc``.
         saver: the socket of the node's saver, or None.
         stack_signal: number of the signal that makes the rank write its stacks.
         timing: tell how long each step's own work took.
@@ -45,6 +46,7 @@ class RankSetup:
         "run_id",
         "saver",
         "sdc",
+        "sdc_replay",
         "slot",
         "stack_signal",
         "timing",
@@ -68,6 +70,8 @@ class RankSetup:
         self.saver = local_path(saver) if saver else None
         sdc = data.get("sdc", 0)
         self.sdc = None if sdc is None else max(int(sdc), 0)
+        replay = data.get("sdc_replay", 0)
+        self.sdc_replay = None if replay is None else max(int(replay), 0)
         self.stack_signal = int(data.get("stack_signal") or 0)
         self.timing = bool(data.get("timing", True))
 

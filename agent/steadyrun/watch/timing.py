@@ -100,6 +100,7 @@ class Timing:
         self._asides = 0
         self._before_aside = DATA
         self._before_call = DATA
+        self._before_pause = DATA
         self._forwards = self._begun = self._ended = self._left = 0
         self._has_tail = True
         self._no_grad = 0
@@ -301,6 +302,18 @@ class Timing:
             ledger = self._ledger
             assert ledger is not None
             ledger.turn_to(self._before_aside)
+
+    def pause(self) -> None:
+        """What follows is no step's own work, until ``go_on``; by the thread that is timed, for work of ours."""
+        ledger = self._ledger
+        if ledger is not None and not self._is_off and get_ident() == self._thread:
+            self._before_pause = ledger.account
+            ledger.turn_to(PROBE)
+
+    def go_on(self) -> None:
+        ledger = self._ledger
+        if ledger is not None and not self._is_off and get_ident() == self._thread and ledger.account == PROBE:
+            ledger.turn_to(self._before_pause)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def step_ends(self, step: int) -> None:

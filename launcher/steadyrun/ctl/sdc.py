@@ -23,7 +23,8 @@ that are in it are read, live or finished.
 
 Replicas of a tensor must hold the same bytes, and no tensor may change between
 the updates. Both is seen of parameters and optimizer state. A gradient that one
-rank computes wrongly is not: all replicas take it over.
+rank computes wrongly is not: all replicas take it over. Replays see it: now and
+then a rank computes a microbatch of another one of its node again.
 
 exit codes:
    0  all that was compared agreed
@@ -186,6 +187,7 @@ def _tell(checks: _Checks, console: Console) -> list[str]:
         lines.append(f"checkpoints that all ranks agreed on: {len(checks.verified)} (newest: steps {steps})")
     if checks.ranks:
         lines += ["", *_table(list(checks.ranks.values()), console)]
+        lines += _tell_replays(list(checks.ranks.values()), console)
     for note in checks.notes[:8]:
         lines += console.wrapped(plain(note), 2, "  note: ")[:3]
     return lines
@@ -266,6 +268,37 @@ def _element(e: Sequence[Any], element_bytes: int) -> str:
 
 def _sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else ()
+
+
+def _tell_replays(ranks: list[_Rank], console: Console) -> list[str]:
+    """Of the newest attempt: who has computed whose microbatches again."""
+    attempt = max(r.attempt for r in ranks)
+    replays = [(r, t) for r in ranks if r.attempt == attempt and isinstance(t := r.told.get("replay"), Mapping)]
+    if not replays:
+        return []
+    clean = sum(_number(t, "clean") for _, t in replays)
+    newest = [int(t["newest_step"]) for _, t in replays if isinstance(t.get("newest_step"), int)]
+    is_alone = all(t.get("of") == r.rank for r, t in replays)
+    whose = "of their own (one rank per node)" if is_alone else "of each other"
+    head = f"microbatches {whose} that ranks have computed again, with the same gradients: {clean:.0f}"
+    lines = ["", head + (f", the newest at step {max(newest)}" if newest else "")]
+    differed = [f"rank {r.rank} {_number(t, 'differed'):.0f}" for r, t in replays if _number(t, "differed")]
+    if differed:
+        lines.append(console.styled(f"  with others: {', '.join(differed[:8])}", "red"))
+    costs = [(_number(t, "cost_s") / trained_s, r) for r, t in replays if (trained_s := r.number("trained_s")) > 0]
+    if costs:
+        share, r = max(costs, key=lambda pair: pair[0])
+        every = max(_number(t, "interval") for _, t in replays)
+        lines.append(f"  every {every:.0f} steps, {100 * share:.3f} % of the time on rank {r.rank}")
+    off = [str(r.rank) for r, t in replays if t.get("state") == "off"]
+    if off:
+        lines.append(f"  off on rank {', '.join(off[:16])}")
+    return lines
+
+
+def _number(told: Mapping[str, Any], name: str) -> float:
+    value = told.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _table(ranks: list[_Rank], console: Console) -> list[str]:

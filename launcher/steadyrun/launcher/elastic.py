@@ -641,6 +641,7 @@ class SteadyAgent(LocalElasticAgent):
             straggler_action=settings.straggler_action,
             metrics=_exporter_plan(settings),
             devices=_devices_plan(settings, folder, os.environ),
+            sdc_replay=settings.sdc_replay,
             node_check=settings.node_check,
             sdc=settings.sdc,
             loss_spike=settings.loss_spike,

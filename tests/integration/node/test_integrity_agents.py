@@ -27,6 +27,7 @@ from steadyrun.core.integrity import (
     plan_path,
 )
 from steadyrun.core.records import Finding, Verdict
+from steadyrun.core.replay import NEXT, THIRD, ReplayPlace, ReplayReport, ReplayWords, report_path
 from steadyrun.integrity.coefficients import MASK, large_factors, small_factors
 from steadyrun.integrity.roots import root_of
 from steadyrun.node.control import AnswerTold, AskTold, ControlChannel, RootsTold
@@ -48,7 +49,7 @@ class Rank:
         self.folder.mkdir()
         self.leaf = {n: 1000 + i for i, n in enumerate(NAMES)}
         self.kept: dict[tuple[str, int, str], int] = {}
-        self.checks = 0
+        self.checks = self.reports = 0
         self.signals: tuple[Signal, ...] = ()
         self._ring = RingWriter(os.getpid(), len(NAMES))
         ranks = tuple(range(world)) if has_replicas else (rank,)
@@ -94,7 +95,15 @@ class Rank:
 
     @property
     def words(self) -> IntegrityWords:
-        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, self.signals)
+        replay = ReplayWords("on", 200, 0.01, 3, 19, self.reports, self.rank)
+        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, replay=replay)
+
+    def replays(self, of: int, kind: str, step: int, told: int, found: int) -> None:
+        """It has computed a microbatch of *of* again, and found something."""
+        self.reports += 1
+        place = ReplayPlace("a.weight", "float32", 4, BYTES, 1, ((WORD, (5,)),), True)
+        report = ReplayReport(step, of, self.rank, kind, (0, 1, 2), told, found, found, 19, 1, (place,))
+        report_path(self.folder, self.reports).write_text(report.to_json())
 
     def _serve(self) -> None:
         while True:
@@ -532,3 +541,55 @@ def test_observe_mode_only_tells_of_a_spike(jobs: Any) -> None:
     job.go_on(30.0)
     assert not job.leader.restarts
     assert "mode observe" in job.leader.said[-1]
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "node"), [(1, 3, 0), (2, 3, 0), (2, 3, 1)])
+def test_a_gradient_that_two_ranks_find_wrong_is_told_by_any_node_and_goes_back_to_before_it(
+    jobs: Any, nodes: int, per_node: int, node: int
+) -> None:
+    job = jobs(nodes, per_node)
+    leader = job.leader.integrity
+    for step in (9, 19, 24):
+        job.check(step)
+        leader.on_checkpoint("checkpoint_in_memory", step, "")
+        job.go_on()
+    ranks = job.agents[node].ranks
+    ranks[1].replays(ranks[2].rank, NEXT, 29, told=1, found=2)
+    ranks[0].replays(ranks[2].rank, THIRD, 29, told=1, found=2)
+    job.go_on()
+    (case,) = job.leader.cases
+    (finding,) = case.findings
+    assert (finding.ranks, finding.gpus) == ((ranks[2].rank,), (f"GPU-{ranks[2].rank}",))
+    assert "wrong gradient in a.weight at step 29" in case.reason
+    assert "element 300, bit 5" in case.reason
+    assert case.to == 19, "after the newest replay that agreed, although replicas agreed at step 24, too"
+    assert len(job.leader.events("found")) == 1
+    job.go_on()
+    assert len(job.leader.cases) == 1
+
+
+def test_where_nothing_from_before_is_left_it_goes_back_as_far_as_it_can_and_says_so(jobs: Any) -> None:
+    job = jobs()
+    leader = job.leader.integrity
+    for step in (9, 24):
+        job.check(step)
+        leader.on_checkpoint("checkpoint_committed", step, str(job.root / f"step_{step}"))
+        job.go_on()
+    leader.on_checkpoint("checkpoint_removed", None, str(job.root / "step_9"))
+    job.ranks[1].replays(2, NEXT, 29, told=1, found=2)
+    job.ranks[0].replays(2, THIRD, 29, told=1, found=2)
+    job.go_on()
+    (case,) = job.leader.cases
+    assert case.to == 24
+    assert any("no checkpoint from before step 20 is left" in note for note in case.details["sdc"]["notes"])
+
+
+def test_observed_only_nobody_is_stopped_and_the_same_rank_is_told_once(jobs: Any) -> None:
+    job = jobs(mode=Mode.OBSERVE)
+    job.check(9)
+    for step in (29, 34):
+        job.ranks[1].replays(2, NEXT, step, told=1, found=2)
+        job.ranks[0].replays(2, THIRD, step, told=1, found=2)
+        job.go_on()
+    assert not job.leader.cases
+    assert len(job.leader.desk.reports) == 1

@@ -134,3 +134,28 @@ def test_losses_out_of_line_and_what_was_done_are_told(run: Run, ctl: Ctl) -> No
     run.write("cured", 22.0, to=39, first_batch=40, end_batch=144, text="loss 9")
     told = ctl("sdc", run.folder.root, width=120).out
     assert "training went back to step 39 and left out batches 40 to 143" in " ".join(told.split())
+
+
+def replaying(rank: int, of: int, **told: Any) -> dict[str, Any]:
+    replay = {"state": "on", "of": of, "clean": 4, "newest_step": 39, "differed": 0, "interval": 200, "cost_s": 0.02}
+    return {"state": "on", "checks": 10, "cost_s": 0.01, "trained_s": 40.0, "replay": {**replay, **told}}
+
+
+def test_replays_are_told_of(run: Run, ctl: Ctl) -> None:
+    run.write("checks", 30.0, ranks={str(r): replaying(r, (r + 1) % 3, cost_s=0.02 * (1 + r)) for r in range(3)})
+    result = ctl("sdc", run.folder.root)
+    assert result.code == 0, result.err
+    told = (
+        "microbatches of each other that ranks have computed again, with the same gradients: 12, the newest at step 39"
+    )
+    assert told in result.lines
+    assert "  every 200 steps, 0.150 % of the time on rank 2" in result.lines
+
+
+def test_replays_that_differed_or_are_off_are_told_of(run: Run, ctl: Ctl) -> None:
+    ranks = {"0": replaying(0, 0, differed=2), "1": replaying(1, 1, state="off", clean=0, newest_step=None)}
+    run.write("checks", 30.0, ranks=ranks)
+    lines = ctl("sdc", run.folder.root).lines
+    assert any(line.startswith("microbatches of their own (one rank per node)") for line in lines)
+    assert "  with others: rank 0 2" in lines
+    assert "  off on rank 1" in lines

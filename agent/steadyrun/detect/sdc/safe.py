@@ -45,6 +45,15 @@ class SafeSteps:
         while len(self._saved) > MOST_STEPS:
             del self._saved[next(iter(self._saved))]
 
+    def removed(self, folder: str) -> None:
+        """What was durable in *folder* is there no more."""
+        for step in [s for s, known in self._saved.items() if known == folder]:
+            del self._saved[step]
+
+    def has_saved_before(self, step: int) -> bool:
+        """Whether anything older than the state after *step* can be loaded."""
+        return any(s < step for s in self._saved)
+
     def is_verified(self, step: int) -> bool:
         return step in (self._agreed if self.has_replicas else self._still)
 

@@ -126,3 +126,14 @@ def test_what_came_after_the_step_to_go_back_to_counts_no_more() -> None:
     safe.agreed(20)
     safe.saved(20, "again")
     assert safe.take_verified() == {20: "again"}
+
+
+def test_a_checkpoint_that_is_gone_is_no_place_to_go_back_to() -> None:
+    safe = SafeSteps()
+    for step in (9, 19):
+        safe.agreed(step)
+        safe.saved(step, f"step_{step}")
+    assert (safe.target(30), safe.target(19), safe.has_saved_before(10)) == (19, 9, True)
+    safe.removed("step_9")
+    assert (safe.target(30), safe.is_target_verified(9), safe.has_saved_before(10)) == (19, False, False)
+    assert safe.has_saved_before(20)
