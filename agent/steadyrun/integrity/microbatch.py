@@ -5,8 +5,8 @@ that came back to what it returned; forward and backward between the two are com
 may overwrite its input.
 
 Computing again leaves no trace. The module is called with aliases of its parameters, which have no hooks and gradients
-of their own, and with copies of its buffers; random states and plain attributes of modules are put back; no gradient is
-kept longer than it takes to hash it. What it costs in memory is the activations of one microbatch.
+of their own, and with copies of its buffers; random states are put back, and what modules hold in attributes (numbers,
+generators, lists of losses); no gradient is kept longer than it takes to hash it. What it costs in memory is the activations of one microbatch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import random
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ __all__ = ["CannotReplayError", "Capture", "Gradients", "Place", "collectives_be
 _DEPTH: Final = 4  # containers in what a module returns
 _MOST_LEAVES: Final = 4
 _ABSENT: Final = -1
+_OWN_OF_MODULES: Final = frozenset(nn.Module().__dict__)  # parameters, buffers, hooks and the like
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
@@ -342,7 +344,7 @@ def recompute(
                 alias.register_post_accumulate_grad_hook(partial(_take, collected, place))  # type: ignore[no-untyped-call]
         _set_random_state(forward["random"], device)
         state = {**aliases, **forward["buffers"]}
-        with around(), contextlib.ExitStack() as casting:
+        with around(), _attributes_kept(module), contextlib.ExitStack() as casting:
             for kind, (is_enabled, dtype, is_cached) in forward["autocast"].items():
                 casting.enter_context(torch.autocast(kind, dtype, is_enabled, is_cached))
             output = torch.func.functional_call(module, state, forward["args"], forward["kwargs"])
@@ -357,6 +359,41 @@ def recompute(
             tensor.register_hook(partial(_instead, gradient))
         torch.autograd.backward(wanted, list(outputs.values()))
     return collected.told()
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """A forward may count its calls, or collect losses: afterwards each module has the attributes that it had before.
+
+    Containers directly in an attribute get their items back; what lies deeper is not looked at.
+    """
+    held = [(part.__dict__, dict(part.__dict__)) for part in module.modules()]
+    inside = [
+        (thing, thing.copy())
+        for _, attributes in held
+        for name, thing in attributes.items()
+        if type(thing) in (list, dict, set, deque) and name not in _OWN_OF_MODULES
+    ]
+    try:
+        yield
+    finally:
+        for live, before in held:
+            if live.keys() != before.keys() or any(live[name] is not thing for name, thing in before.items()):
+                live.clear()
+                live.update(before)
+        for thing, copy in inside:
+            if not _holds_the_same(thing, copy):
+                thing.clear()
+                (thing.update if isinstance(thing, (dict, set)) else thing.extend)(copy)
+
+
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """The very same things: tensors are not to be compared."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _instead(gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -314,3 +314,33 @@ def test_fingerprints_travel_and_show_where_gradients_differ(hasher: Hasher) -> 
     for cut in (b"", told.to_bytes()[:-8], told.to_bytes() + bytes(8)):
         with pytest.raises(ValueError, match="fingerprints of gradients"):
             Gradients.from_bytes(cut)
+
+
+class Collecting(nn.Module):
+    """Keeps what its forward came by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.losses: list[torch.Tensor] = []
+        self.cache: dict[str, torch.Tensor] = {}
+        self.newest: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.losses.append(y.detach().sum())
+        self.cache[str(len(self.cache))] = self.newest = y.detach()
+        return y
+
+
+def test_what_a_forward_collects_is_not_collected_twice(hasher: Hasher) -> None:
+    model = Collecting()
+    capture = take(model, (torch.randn(2, 4),), {}, hasher)
+    packed, gradients = capture.packed(), capture.gradients()
+    before = (list(model.losses), dict(model.cache), model.newest)
+    assert recompute(model, packed, hasher) == gradients
+    after = (list(model.losses), dict(model.cache), model.newest)
+    assert len(before[0]) == len(after[0]) == 1
+    assert all(a is b for a, b in zip(before[0], after[0], strict=True))
+    assert before[1].keys() == after[1].keys()
+    assert before[2] is after[2]
