@@ -6,7 +6,8 @@ may overwrite its input.
 
 Computing again leaves no trace. The module is called with aliases of its parameters, which have no hooks and gradients
 of their own, and with copies of its buffers; random states are put back, and what modules hold in attributes (numbers,
-generators, lists of losses); no gradient is kept longer than it takes to hash it. What it costs in memory is the activations of one microbatch.
+generators, lists of losses); no gradient is kept longer than it takes to hash it. What it costs in memory is the
+activations of one microbatch.
 """
 
 from __future__ import annotations

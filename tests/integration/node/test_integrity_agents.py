@@ -96,7 +96,7 @@ class Rank:
     @property
     def words(self) -> IntegrityWords:
         replay = ReplayWords("on", 200, 0.01, 3, 19, self.reports, self.rank)
-        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, replay=replay)
+        return IntegrityWords("on", self._ring.fd, 1, 1, self.checks, 10, 0.001, 0.1, self.signals, replay)
 
     def replays(self, of: int, kind: str, step: int, told: int, found: int) -> None:
         """It has computed a microbatch of *of* again, and found something."""
