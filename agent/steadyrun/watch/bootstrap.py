@@ -257,7 +257,6 @@ class _Observers:
             return None
         os.register_at_fork(after_in_child=replay.forked)
         self.replay = replay
-        integrity.call_on_request(replay.request)
         return replay
 
     def watched(self) -> Sequence[Any]:
