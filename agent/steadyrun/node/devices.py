@@ -419,6 +419,8 @@ class Devices:
     def look_again(self) -> None:
         """Fresh facts for an incident."""
         if self._parts is not None:
+            if self._parts.nvml is not None:
+                self._parts.nvml.look_wholly()  # the node check before the next attempt need not do it then
             for name in self._parts.registry.names:
                 if name in ("nvml", "memory", "nic", "space"):
                     self._parts.registry.check_soon(name)

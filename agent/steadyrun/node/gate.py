@@ -26,6 +26,7 @@ QUICK_LIMIT_S: Final = 15.0  # a healthy node takes a fraction of a second; nvml
 START_LIMIT_S: Final = 8.0  # so that a driver that hangs is told as that, within the above
 FULL_LIMIT_S: Final = 120.0
 FREED_WITHIN_S: Final = 2.0  # memory of ranks that were just ended
+FRESH_S: Final = 3.0  # when ranks fail, everything is looked at while their evidence is collected
 LOOK_AGAIN_S: Final = 0.25
 IN_USE_RATIO: Final = 0.05
 IN_USE_BYTES: Final = 2 << 30
@@ -41,7 +42,7 @@ class _GpusNow:
     limit_s: float = QUICK_LIMIT_S
 
     def check(self) -> CheckResult:
-        return self.nvml.look_now(START_LIMIT_S)
+        return self.nvml.look_now(START_LIMIT_S, FRESH_S)
 
     def close(self) -> None:
         """Others go on reading."""

@@ -52,14 +52,16 @@ class Gatekeeper:
         self._told: tuple[str, ...] = ()
 
     # -- looking -------------------------------------------------------------------------------------------------------
-    def begin(self, own: Collection[int] = ()) -> None:
+    def begin(self, own: Collection[int] = (), afresh: bool = False) -> None:
         """Look now, in a thread; nothing happens while a look is under way or is fresh.
 
         Args:
             own: processes of this agent that may be on GPUs.
+            afresh: ranks have run since the last look, however short ago it was.
         """
         gate = self._gate
-        if gate is None or self._is_running or self._clock.now_s() - self._checked_at_s < FRESH_S:
+        is_fresh = not afresh and self._clock.now_s() - self._checked_at_s < FRESH_S
+        if gate is None or self._is_running or is_fresh:
             return
         self._is_running = True
         self._done.clear()

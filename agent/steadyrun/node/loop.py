@@ -555,7 +555,7 @@ class NodeAgent:
                     if self._channel is not None:
                         self._channel.tell_drain({"origin": self._channel.group_rank, "node": self._spec.node})
                 case ev.Sweep(attempt=attempt):
-                    self._gate.begin(self._helpers_on_gpus())  # beside the sweep
+                    self._gate.begin(self._helpers_on_gpus(), afresh=True)  # beside the sweep
                     self._sweep(attempt)
                 case ev.Arrive(attempt=attempt):
                     self._arrive(attempt)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from steadyrun.collectors.gpumap import RankProcess
+from steadyrun.collectors.nvml.asking import FAST, RARE, SLOW
 from steadyrun.collectors.nvml.collector import NvmlCollector
 from steadyrun.collectors.nvml.prober import NvmlProber, ProbeError
 from steadyrun.collectors.protocol import Health
@@ -26,6 +27,7 @@ from steadyrun.node.gatekeeper import Gatekeeper
 
 GPUS = [{"index": i, "groups": [], "uuid": f"GPU-{i}", "pci": f"0000:{i:02x}:00"} for i in range(2)]
 WAITS = ("ask", "poll_events")
+EVERYTHING = {FAST, SLOW, RARE}
 
 
 class StuckProber(NvmlProber):
@@ -36,7 +38,7 @@ class StuckProber(NvmlProber):
         self.stuck_in = ""
         self.is_stuck, self.over = threading.Event(), threading.Event()
         self.threads: set[str] = set()
-        self.asked = 0
+        self.asked: list[frozenset[str]] = []
 
     def _pass(self, name: str) -> None:
         self.threads.add(threading.current_thread().name)
@@ -47,7 +49,7 @@ class StuckProber(NvmlProber):
 
     def ask(self, groups: frozenset[str], limit_s: float, start_limit_s: float | None = None) -> list[dict[str, Any]]:
         self._pass("ask")
-        self.asked += 1
+        self.asked.append(groups)
         return [dict(g) for g in GPUS]
 
     def poll_events(self) -> list[Mapping[str, int]]:
@@ -135,7 +137,12 @@ def test_gate_and_collector_share_one_process_and_its_looks(
     nvml.check()
     gate = NodeGate("n0", "quick", 2, (), tmp_path, driver.get)
     assert gate.check().facts["gpus"] == 2
-    assert prober.asked == 2, "the gate wants to know how it is now"
+    assert prober.asked == [EVERYTHING, {FAST}], "the gate wants to know how it is now, but not all that was just asked"
+    nvml.look_wholly()
+    nvml.check()
+    nvml.look_now(1.0)
+    nvml.check()
+    assert prober.asked[2:] == [EVERYTHING, EVERYTHING, {FAST}]
     prober.stuck_in = "ask"
     polling = threading.Thread(target=nvml.check)
     polling.start()

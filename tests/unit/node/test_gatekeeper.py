@@ -111,7 +111,7 @@ def test_devices_are_measured_once() -> None:
 
 
 def test_two_checks_never_run_at_once_and_a_fresh_one_serves_twice() -> None:
-    gate = ScriptedGate(WELL, WELL)
+    gate = ScriptedGate(WELL, WELL, WELL)
     loop = Loop(gate)
     loop.keeper.begin()
     loop.keeper.begin()
@@ -123,6 +123,9 @@ def test_two_checks_never_run_at_once_and_a_fresh_one_serves_twice() -> None:
     loop.keeper.begin()
     loop.take_mail()
     assert len(gate.calls) == 2
+    loop.keeper.begin(afresh=True)
+    loop.take_mail()
+    assert len(gate.calls) == 3
 
 
 def test_a_check_that_fails_does_not_keep_the_job_from_starting() -> None:

@@ -69,6 +69,7 @@ class NvmlCollector:
         self._clock = clock
         self._due_s: dict[str, float] = {}
         self._asking = threading.Lock()  # held while the child is asked
+        self._is_whole_wanted = False
         self._whole: tuple[float, CheckResult] | None = None  # the newest look at everything, and when it began
         self._lock = threading.Lock()  # held for moments
         self._readings: dict[int, GpuReading] = {}
@@ -96,11 +97,16 @@ class NvmlCollector:
         with self._asking:
             return self._check(None)
 
-    def look_now(self, limit_s: float) -> CheckResult:
+    def look_wholly(self) -> None:
+        """Let the next look be at everything, not only at what is due; any thread, never blocks."""
+        self._is_whole_wanted = True
+
+    def look_now(self, limit_s: float, fresh_s: float = 0.0) -> CheckResult:
         """Look at everything, not only at what is due; a look by ``check`` that began since serves as well.
 
         Args:
             limit_s: until a look that is under way must have ended, and a child have started.
+            fresh_s: what seldom changes was looked at so long ago at most; then only the rest is.
         """
         asked_at_s, until_s = self._clock(), time.monotonic() + limit_s
         if not self._asking.acquire(timeout=limit_s):
@@ -109,7 +115,8 @@ class NvmlCollector:
         try:
             if self._whole is not None and self._whole[0] > asked_at_s:
                 return self._whole[1]
-            self._due_s.clear()
+            if self._whole is None or asked_at_s - self._whole[0] > fresh_s:
+                self.look_wholly()
             return self._check(max(until_s - time.monotonic(), _LEAST_START_S))
         finally:
             self._asking.release()
@@ -145,6 +152,9 @@ class NvmlCollector:
         return result
 
     def _groups_due(self, now_s: float) -> frozenset[str]:
+        if self._is_whole_wanted:
+            self._is_whole_wanted = False
+            self._due_s.clear()
         due = {FAST}
         for group, every_s in ((SLOW, SLOW_EVERY_S), (RARE, RARE_EVERY_S)):
             if now_s >= self._due_s.get(group, now_s):
