@@ -43,3 +43,15 @@ def test_who_tells_nothing_is_missing_after_the_patience() -> None:
     assert np.isnan(frame.busy_s).tolist() == [False, False, True, False]
     assert frame.details.wall_s is not None
     assert np.isnan(frame.details.wall_s[2])
+
+
+@pytest.mark.parametrize("gap", [1, 5000])  # near to each other as a rule; far apart, no table of all between fits
+def test_one_block_of_several_steps_and_nodes_gives_each_step_once_and_in_order(gap: int) -> None:
+    told = {
+        rank: [StepTiming(at * gap, 0.0, 2.0, 10.0 * at + rank, 0, 0, 0, 0, 0, 0, 0) for at in steps]
+        for rank, steps in {2: (3, 4, 3), 0: (3, 4, 5), 3: (4, 3, 5), 1: (3, 4, 5)}.items()
+    }
+    found = frames(TimingBlock.of_rows(told), at_s=5.0)
+    assert [f.step for f in found] == [3 * gap, 4 * gap, 5 * gap]
+    assert [f.busy_s.tolist() for f in found[:2]] == [[30.0, 31.0, 32.0, 33.0], [40.0, 41.0, 42.0, 43.0]]
+    assert np.isnan(found[2].busy_s).tolist() == [False, False, True, False]
