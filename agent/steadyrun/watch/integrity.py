@@ -148,7 +148,6 @@ class Integrity:
         self._after_check: list[Callable[[], None]] = []
         self._guards = Guards(words, base, say, lambda _: self.request(self._next_step()))
         self._requested: int | None = None
-        self._on_request: list[Callable[[int], None]] = []
         self._captures: list[dict[str, Any]] = []
         self._orders: list[tuple[str, tuple[int, ...], int]] = []
         self._lock = allocate_lock()  # of captures and orders: held for an instant
@@ -196,12 +195,6 @@ class Integrity:
         """Check after *step* out of turn, too, which is to come; later than one asked for before changes nothing."""
         if self._requested is None or not self._next_step() <= self._requested <= step:
             self._requested = step
-            for call in self._on_request:
-                call(step)
-
-    def call_on_request(self, call: Callable[[int], None]) -> None:
-        """Call with the step, in the thread that trains, when something looks wrong and a check out of turn is due."""
-        self._on_request.append(call)
 
     def _next_step(self) -> int:
         return 0 if self._last_step is None else self._last_step + 1
