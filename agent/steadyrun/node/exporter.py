@@ -196,7 +196,7 @@ class Exporter:
             return
         self._server = server
         threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="steadyrun-metrics-http", daemon=True
+            target=server.serve_forever, kwargs={"poll_interval": 0.5}, name="steadyrun-metrics-http", daemon=True
         ).start()
         self.address = _advertised(str(server.server_address[0]), int(server.server_address[1]))
         self._write_sd()

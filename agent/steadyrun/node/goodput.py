@@ -173,7 +173,7 @@ class Goodput:
         self._until_s = max(self._until_s, at_s)
 
     def _beyond_usual_s(self, seconds: float) -> float:
-        if len(self._usual) < FEWEST_STEPS:
+        if seconds <= STALL_LEAST_S or len(self._usual) < FEWEST_STEPS:
             return 0.0
         usual_s = median(self._usual)
         return seconds - usual_s if seconds > max(STALL_FACTOR * usual_s, usual_s + STALL_LEAST_S) else 0.0

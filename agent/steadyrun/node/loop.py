@@ -81,7 +81,7 @@ STEADY_RINGS: Final = 0.5  # of each ring may fill up within a second then
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
 LOADED_LIMIT_S: Final = 20.0  # standbys wait this long for the ranks' lists of modules
 DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
-STEADY_DESCENDANTS_S: Final = 20.0
+STEADY_DESCENDANTS_S: Final = 60.0
 WAITING_S: Final = 1.0  # how often the rendezvous is asked for newcomers
 IDLE_S: Final = 1.0  # after SIGTERM: without CPU and data for this long a rank counts as blocked
 IDLE_POLL_S: Final = 0.2
@@ -494,8 +494,7 @@ class NodeAgent:
         return (
             now_s >= self._steady_from_s
             and self._sampler.rings_per_s <= STEADY_RINGS
-            and (self._standbys is None or self._standbys.is_settled)
-            and self._standbys_due_s == math.inf
+            and (self._standbys is None or (self._standbys.is_settled and self._standbys_due_s == math.inf))
         )
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:

@@ -391,7 +391,8 @@ class PassReader:
         since_s = mine.record_at_s or 0.0
 
         def seen(name: str, seconds: float, step: int | None) -> _Longest:
-            return seconds, rank, step, in_force, any(k.was_in(name, seconds, since_s) for k in looks)
+            was_looked_at = bool(looks) and any(k.was_in(name, seconds, since_s) for k in looks)
+            return seconds, rank, step, in_force, was_looked_at
 
         steps = _steps_of(told)
         kinds = [steps.times, *steps.sections.values()]
@@ -412,13 +413,11 @@ class PassReader:
             joined = notes.joined.setdefault(name, {})
             if name in mine.held:
                 _join(joined, *mine.held[name])
-            found = [
-                (before + place, seen(name, seconds, steps.newest))
-                for place, seconds in zip(section.places, durations_s, strict=True)
-            ]
-            for place, longest in found[:-1]:
-                _join(joined, place, longest)
-            mine.held[name] = found[-1]
+            for place, seconds in zip(section.places[:-1], durations_s, strict=False):
+                other = joined.get(before + place)
+                if other is None or seconds > other[0]:
+                    joined[before + place] = seen(name, seconds, steps.newest)
+            mine.held[name] = before + section.places[-1], seen(name, durations_s[-1], steps.newest)
         before = mine.steps_seen
         mine.steps_seen = before + steps.times.n
         taken_off_s, inside_s = _inside_s(mine, steps)
@@ -426,8 +425,11 @@ class PassReader:
         times_s = steps.times.durations_s
         first = None if steps.newest is None else steps.newest - steps.times.n + 1
         for place, whole_s, off_s in zip(steps.times.places, times_s, taken_off_s, strict=True):
-            step = None if first is None else first + place
-            _join(joined, before + place, seen(OUT_OF_SECTION, max(0.0, whole_s - off_s), step))
+            seconds = whole_s - off_s if whole_s > off_s else 0.0
+            other = joined.get(before + place)
+            if other is None or seconds > other[0]:
+                step = None if first is None else first + place
+                joined[before + place] = seen(OUT_OF_SECTION, seconds, step)
         mine.steps_s += sum(times_s)
         mine.inside_s += sum(inside_s)
         mine.note_record(at_s, len(times_s))
@@ -627,10 +629,15 @@ def _matched_in_order(times_s: Sequence[float], durations_s: Sequence[float]) ->
     """A section that is passed in each step: of a step's own pass and its neighbours the longest that fits."""
     out = []
     shift = len(durations_s) - len(times_s)  # both end at the record's end, give or take one
-    for i, time_s in enumerate(times_s):
-        near = durations_s[max(0, i + shift - 1) : max(0, i + shift + 2)]
-        out.append(max((d for d in near if d <= time_s), default=0.0))
-    return out
+    padded_s = [0.0] * max(0, 1 - shift) + [*durations_s[max(0, shift - 1) :], 0.0, 0.0]
+    for time_s, before_s, own_s, after_s in zip(times_s, padded_s, padded_s[1:], padded_s[2:], strict=False):
+        best_s = own_s if own_s <= time_s else 0.0
+        if best_s < before_s <= time_s:
+            best_s = before_s
+        if best_s < after_s <= time_s:
+            best_s = after_s
+        out.append(best_s)
+    return out + [0.0] * (len(times_s) - len(out))
 
 
 def _matched_by_fit(
