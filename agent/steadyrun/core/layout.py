@@ -52,7 +52,7 @@ SHORTEST_NS = (
 )
 S_LANES = 32
 
-RING = 512  # power of two; the agent looks at least once a second
+RING = 512  # power of two; the agent looks as often as they fill up
 RING_SHIFT = 56
 S_RING = S_LANES + LANES * LANE_WORDS  # entry: name id << RING_SHIFT | duration in ns
 STEP_RING = 512

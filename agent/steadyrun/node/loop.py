@@ -75,9 +75,9 @@ __all__ = ["NodeAgent", "NodeSpec", "Outcome", "RankFailure", "RankLauncher", "S
 log = structlog.get_logger()
 
 POLL_S: Final = 0.5  # how often the board is read while nothing is due
-STEADY_POLL_S: Final = 1.0  # the same once nothing but steps has gone on for STEADY_AFTER_S
+STEADY_POLL_S: Final = 2.0  # the same, at most, once nothing but steps has gone on for STEADY_AFTER_S
 STEADY_AFTER_S: Final = 3.0
-STEADY_RINGS: Final = 0.5  # of each ring may fill up within a second then
+RING_SHARE: Final = 0.5  # of the ring that fills fastest may be new at a look
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
 LOADED_LIMIT_S: Final = 20.0  # standbys wait this long for the ranks' lists of modules
 DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
@@ -449,7 +449,7 @@ class NodeAgent:
             if not self._read_board(now_s):
                 self._feed(ev.Tick())
             self._look_after_standbys()
-            self._next_poll_s = now_s + (STEADY_POLL_S if self._is_steady(now_s) else POLL_S)
+            self._next_poll_s = now_s + self._poll_s(now_s)
         if now_s >= self._next_idle_s:
             self._look_for_idle(now_s)
         if now_s >= self._next_descendants_s:
@@ -490,12 +490,17 @@ class NodeAgent:
             self._do(commands)
 
     def _is_steady(self, now_s: float) -> bool:
-        """Deadlines are met at their own times, so that looks only have to be as frequent as rings fill up."""
-        return (
-            now_s >= self._steady_from_s
-            and self._sampler.rings_per_s <= STEADY_RINGS
-            and (self._standbys is None or (self._standbys.is_settled and self._standbys_due_s == math.inf))
+        """Nothing but steps goes on; deadlines are met at their own times, whatever is looked at between them."""
+        standbys = self._standbys
+        return now_s >= self._steady_from_s and (
+            standbys is None or (standbys.is_settled and self._standbys_due_s == math.inf)
         )
+
+    def _poll_s(self, now_s: float) -> float:
+        """Until the next look at the board: in the steady state only as often as rings fill up."""
+        if not self._is_steady(now_s):
+            return POLL_S
+        return min(max(RING_SHARE / max(self._sampler.rings_per_s, 1e-3), POLL_S), STEADY_POLL_S)
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name=f"steadyrun-{name}", daemon=True).start()

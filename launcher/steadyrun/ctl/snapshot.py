@@ -122,7 +122,7 @@ class RunLook:
         return {"schema": "steadyrun.status/1", **fields}
 
 
-SILENT_S = 5.0  # an agent's loop passes at least every half second
+SILENT_S = 5.0  # an agent's loop passes at least every two seconds
 
 
 def look_at(
