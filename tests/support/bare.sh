@@ -3,8 +3,9 @@
 #
 #     unshare -m sh bare.sh WORK PROGRAM [ARGUMENT ...]
 #
-# WORK becomes nobody's, is seen as /media/work, and is where the program starts. PATHS in the environment: what below
-# /root is to stay visible (an interpreter, a checkout), one a line.
+# WORK becomes nobody's, is seen as /media/work, and is where the program starts. In the environment, one a line: CLOSED,
+# folders that nobody may not enter (/root), which are seen empty; PATHS, what below them is to stay visible (an
+# interpreter, a checkout).
 set -e
 work=$1
 shift
@@ -21,7 +22,9 @@ for path in $PATHS; do
     mkdir "/media/$n"
     mount --bind "$path" "/media/$n"
 done
-mount -t tmpfs -o mode=755 bare /root
+for folder in $CLOSED; do
+    mount -t tmpfs -o mode=755 bare "$folder"
+done
 n=0
 for path in $PATHS; do
     n=$((n + 1))

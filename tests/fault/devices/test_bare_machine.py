@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,10 @@ def test_a_job_runs_and_says_once_what_is_not_watched(
         pytest.skip("only root can take rights away and mount; needs unshare and setpriv")
     if has_gpus_or_fabric():
         pytest.skip("this machine has GPUs or InfiniBand")
-    kept = {sys.base_prefix, sys.prefix, str(checkout)}
+    closed = {p: folder for p in (sys.base_prefix, sys.prefix, str(checkout)) if (folder := closed_above(Path(p)))}
     env = {
-        "PATHS": "\n".join(sorted(p for p in kept if p.startswith("/root/"))),
+        "CLOSED": "\n".join(sorted(set(closed.values()))),
+        "PATHS": "\n".join(sorted(closed)),
         "EVENTS": str(SEEN_AT / "events"),
         "HOME": "/nonexistent",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -50,6 +52,12 @@ def test_a_job_runs_and_says_once_what_is_not_watched(
     (told,) = job.journal("device_sources")
     assert told["kernel_log"] == "none"
     assert len(told["missing"]) == len(MISSING)
+
+
+def closed_above(path: Path) -> str:
+    """The outermost folder above *path* that others than its owner may not enter; empty where there is none."""
+    parents = reversed(path.resolve().parents)
+    return next((str(p) for p in parents if not p.stat().st_mode & stat.S_IXOTH), "")
 
 
 def can_mount() -> bool:
