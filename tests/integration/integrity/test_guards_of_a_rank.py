@@ -22,6 +22,18 @@ from steadyrun.watch.marks import make_marks
 from steadyrun.watch.torchhooks import wrap_clipping
 
 
+class Asked(Integrity):
+    """Notes the checks out of turn that it is asked for."""
+
+    asked: list[int]
+
+    def request(self, step: int) -> None:
+        before = self._requested
+        super().request(step)
+        if self._requested != before:
+            self.asked.append(step)
+
+
 class Rank:
     """A training loop with hooks on its one optimizer."""
 
@@ -35,8 +47,8 @@ class Rank:
         self.marks = make_marks(self.board.words, base, self.board.base_ns, os.getpid(), 0, 0)
         self.said: list[str] = []
         self.asked: list[int] = []
-        self.checks = Integrity(self.board.words, base, self.marks, 0, 0, str(folder), every, self.said.append)
-        self.checks.call_on_request(self.asked.append)
+        self.checks = Asked(self.board.words, base, self.marks, 0, 0, str(folder), every, self.said.append)
+        self.checks.asked = self.asked
         torch.manual_seed(3)
         self.model = nn.Linear(6, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
