@@ -307,6 +307,12 @@ class Integrity:
 
     # -- going back ----------------------------------------------------------------------------------------------------
     @property
+    def period_s(self) -> float:
+        """Between two checks of a rank of this node; ``inf`` where there are none, or nothing is known yet."""
+        words = [w for w in self._words.values() if w.interval > 0 and w.step_s > 0]
+        return min((w.interval * w.step_s for w in words), default=inf)
+
+    @property
     def rollback(self) -> Mapping[str, Any] | None:
         """What the savers are to go back to, as ``--ft-rollback`` would have it; carried out once per id."""
         return self._rollback

@@ -497,10 +497,11 @@ class NodeAgent:
         )
 
     def _poll_s(self, now_s: float) -> float:
-        """Until the next look at the board: in the steady state only as often as rings fill up."""
+        """Until the next look at the board; in the steady state as often as rings fill up, and as bytes are checked."""
         if not self._is_steady(now_s):
             return POLL_S
-        return min(max(RING_SHARE / max(self._sampler.rings_per_s, 1e-3), POLL_S), STEADY_POLL_S)
+        wanted_s = min(RING_SHARE / max(self._sampler.rings_per_s, 1e-3), self._integrity.period_s)
+        return min(max(wanted_s, POLL_S), STEADY_POLL_S)
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name=f"steadyrun-{name}", daemon=True).start()
