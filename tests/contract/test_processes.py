@@ -23,11 +23,12 @@ DEADLINE_S = 30.0
 
 @dataclass
 class World:
-    """A table, how to start a process that leads this life, and how to let time pass until a process ends."""
+    """A table, how to start a process that leads this life, and how to let time pass until it ends, or is stopped."""
 
     table: ProcessTable
     start: Callable[[Life, int], int]
     wait_exit: Callable[[int], ExitSeen]
+    wait_stopped: Callable[[int], object] = lambda pid: None
 
 
 def _fake(_: Path) -> Iterator[World]:
@@ -84,7 +85,10 @@ def _real(_: Path) -> Iterator[World]:
         (seen,) = table.poll_exits()
         return seen
 
-    yield World(table, start, wait_exit)
+    def wait_stopped(pid: int) -> object:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # until then it may take another signal before this
+
+    yield World(table, start, wait_exit, wait_stopped)
     table.sweep(10)
     table.poll_exits()
     table.close()
@@ -127,6 +131,7 @@ def test_ignored_sigterm_leaves_sigkill(world: World) -> None:
 def test_stopped_process_keeps_sigterm_until_it_continues(world: World) -> None:
     pid = world.start(Life(), 0)
     world.table.signal(pid, signal.SIGSTOP)
+    world.wait_stopped(pid)
     world.table.signal(pid, signal.SIGTERM)
     assert world.table.poll_exits() == ()
     world.table.signal(pid, signal.SIGCONT)
