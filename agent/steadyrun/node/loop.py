@@ -484,8 +484,9 @@ class NodeAgent:
             commands = self._machine.handle(event, self._clock.now_s())
             if self._machine.phase is not before:
                 self._next_live_s = 0.0
-                is_running = self._machine.phase is ev.NodePhase.RUNNING
-                self._steady_from_s = self._clock.now_s() + STEADY_AFTER_S if is_running else math.inf
+                now_s, is_running = self._clock.now_s(), self._machine.phase is ev.NodePhase.RUNNING
+                self._steady_from_s = now_s + STEADY_AFTER_S if is_running else math.inf
+                self._next_poll_s = min(self._next_poll_s, now_s + POLL_S)
                 self._record("phase", phase=self._machine.phase)
             self._do(commands)
 
