@@ -70,6 +70,7 @@ class _Builder:
         self.threads: list[tuple[str, str, bool, list[Frame]]] = []  # id, name, current, frames
         self.native: list[str] = []
         self.many = False  # more threads than faulthandler writes: the main one is not among them
+        self.is_bare = False  # the newest thread has no frames, as an interpreter that ends
 
     def holds(self, thread_id: str) -> bool:
         return any(t[0] == thread_id for t in self.threads)
@@ -82,7 +83,8 @@ class _Builder:
             ThreadStack(_thread_name(id_, name, current), tuple(frames), is_main=i == last and not self.many)
             for i, (id_, name, current, frames) in enumerate(self.threads)
         )
-        whole = bool(self.threads) and bool(self.threads[-1][3]) and _is_bottom(self.threads[-1][3][-1])
+        frames = self.threads[-1][3] if self.threads else []
+        whole = _is_bottom(frames[-1]) if frames else self.is_bare
         return StackDump(stacks, self.fatal, whole, tuple(self.native))
 
 
@@ -123,6 +125,7 @@ def parse_dumps(text: str) -> list[StackDump]:
             if builder.holds(id_):
                 builder = finish()
             builder.threads.append((id_, thread["name"] or "", thread["current"] == "Current thread", []))
+            builder.is_bare = False
         elif fatal := _FATAL.match(line):
             in_native = False
             builder = finish(fatal["what"])
@@ -133,6 +136,8 @@ def parse_dumps(text: str) -> list[StackDump]:
             in_native = True
         elif in_native and line.startswith("  "):
             builder.native.append(line.strip())
+        elif line == "  <no Python frame>" and builder.threads:
+            builder.is_bare = True
         elif line == "..." and builder.threads:
             builder.many = True
         elif line == "  ..." and builder.threads:

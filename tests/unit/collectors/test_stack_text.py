@@ -143,3 +143,14 @@ def test_py_spy_names_threads_and_the_lock_holder() -> None:
     assert stacks[1].frames == (Frame("/p/x.py", 3, "f"),)
     with pytest.raises(KeyError):
         parse_py_spy([{"frames": []}])
+
+
+def test_an_interpreter_that_ends_has_no_frames_and_its_dump_is_whole() -> None:
+    text = "Current thread 0x00007f590e835b80 (most recent call first):\n  Garbage-collecting\n  <no Python frame>\n"
+    (dump,) = parse_dumps(text)
+    assert dump.whole
+    assert [(s.thread, s.frames) for s in dump.stacks] == [("0x00007f590e835b80 (current)", ())]
+    (cut,) = parse_dumps(text.replace("  <no Python frame>\n", ""))
+    assert not cut.whole
+    (more,) = parse_dumps(text + "Thread 0x00007f590e835b81 (most recent call first):\n")
+    assert not more.whole
