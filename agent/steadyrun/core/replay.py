@@ -31,6 +31,7 @@ __all__ = [
     "ReplayPlace",
     "ReplayReport",
     "ReplayWords",
+    "optional_int",
     "report_path",
     "why_off_path",
 ]
@@ -91,6 +92,26 @@ class ReplayPlace:
     elements: tuple[tuple[int, tuple[int, ...]], ...]
     is_all: bool
 
+    def to_list(self) -> list[Any]:
+        """For JSON."""
+        return [
+            self.tensor, self.dtype, self.element_bytes, self.size_bytes, self.leaves, self.elements, self.is_all,
+        ]  # fmt: skip
+
+    @classmethod
+    def from_list(cls, told: Sequence[Any]) -> ReplayPlace:
+        """Back from ``to_list``. Raises ValueError or TypeError."""
+        tensor, dtype, element_bytes, size_bytes, leaves, elements, is_all = told
+        return cls(
+            str(tensor),
+            str(dtype),
+            int(element_bytes),
+            int(size_bytes),
+            optional_int(leaves),
+            tuple((int(e), tuple(map(int, bits))) for e, bits in elements),
+            bool(is_all),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
@@ -136,10 +157,7 @@ class ReplayReport:
                 "repeated": self.repeated,
                 "last_clean": self.last_clean,
                 "differing": self.differing,
-                "places": [
-                    [p.tensor, p.dtype, p.element_bytes, p.size_bytes, p.leaves, p.elements, p.is_all]
-                    for p in self.places
-                ],
+                "places": [p.to_list() for p in self.places],
             }
         )
 
@@ -159,21 +177,10 @@ class ReplayReport:
                 tuple(map(int, data["ranks"])),
                 int(data["told"]),
                 int(data["found"]),
-                _optional(data["repeated"]),
-                _optional(data["last_clean"]),
+                optional_int(data["repeated"]),
+                optional_int(data["last_clean"]),
                 int(data["differing"]),
-                tuple(
-                    ReplayPlace(
-                        str(tensor),
-                        str(dtype),
-                        int(element_bytes),
-                        int(size_bytes),
-                        _optional(leaves),
-                        tuple((int(e), tuple(map(int, bits))) for e, bits in elements),
-                        bool(is_all),
-                    )
-                    for tensor, dtype, element_bytes, size_bytes, leaves, elements, is_all in data["places"]
-                ),
+                tuple(map(ReplayPlace.from_list, data["places"])),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as e:
             raise IntegrityError(f"cannot read a rank's report of a replay: {type(e).__name__}: {e}") from e
@@ -197,5 +204,6 @@ def why_off_path(rank_dir: Path) -> Path:
     return rank_dir / "replay.off.txt"
 
 
-def _optional(value: Any) -> int | None:
+def optional_int(value: Any) -> int | None:
+    """Of a value of JSON. Raises ValueError or TypeError."""
     return None if value is None else int(value)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steadyrun.core.integrity import IntegrityError
-from steadyrun.core.replay import STATES, ReplayPlace, ReplayReport, ReplayWords, why_off_path
+from steadyrun.core.replay import STATES, ReplayPlace, ReplayReport, ReplayWords, optional_int, why_off_path
 from steadyrun.detect.sdc.records import Cause, Judgement
 from steadyrun.detect.sdc.replays import Replayed, Replays
 from steadyrun.node.inquiry import Element, Found, Spot
@@ -129,10 +129,7 @@ def pack(replayed: Replayed) -> dict[str, Any]:
         "last_good": j.last_good_step,
         "confidence": j.confidence,
         "sentence": j.sentence,
-        "places": [
-            [rank, witness, p.tensor, p.dtype, p.element_bytes, p.size_bytes, p.leaves, p.elements, p.is_all]
-            for rank, witness, p in replayed.places
-        ],
+        "places": [[rank, witness, *place.to_list()] for rank, witness, place in replayed.places],
     }
 
 
@@ -143,30 +140,11 @@ def unpack(told: Mapping[str, Any]) -> Replayed:
         Cause(told["cause"]),
         tuple(map(int, told["ranks"])),
         tuple(map(str, told["names"])),
-        _optional(told["witness"]),
+        optional_int(told["witness"]),
         step,
-        _optional(told["last_good"]),
+        optional_int(told["last_good"]),
         float(told["confidence"]),
         str(told["sentence"]),
     )
-    places = tuple(
-        (
-            int(rank),
-            int(witness),
-            ReplayPlace(
-                str(tensor),
-                str(dtype),
-                int(element_bytes),
-                int(size_bytes),
-                _optional(leaves),
-                tuple((int(e), tuple(map(int, bits))) for e, bits in elements),
-                bool(is_all),
-            ),
-        )
-        for rank, witness, tensor, dtype, element_bytes, size_bytes, leaves, elements, is_all in told["places"]
-    )
+    places = tuple((int(rank), int(witness), ReplayPlace.from_list(place)) for rank, witness, *place in told["places"])
     return Replayed(step, judgement, int(told["since"]), places)
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else int(value)
