@@ -319,6 +319,12 @@ CASES: Final[tuple[Case, ...]] = (
         _R,
         true_at=362,
     ),
+    _counter(
+        "LossSpike",
+        f"steadyrun_loss_spikes_total{{{RUN}}}",
+        "Losses of run r stay far above what was usual, or they are not finite.",
+        _R,
+    ),
     # checkpoints
     Case(
         "CheckpointStale",

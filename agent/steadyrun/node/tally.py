@@ -26,6 +26,7 @@ _HANG_CLASSES: Final = frozenset(
     {c.value for c, code in EXIT_OF_CLASS.items() if code is ExitClass.HANG and c is not FaultClass.STRAGGLER}
 )
 _MOST_SAVES: Final = 1000
+_OUT_OF_LINE: Final[Mapping[str, str]] = {"loss": "loss", "norm of gradients": "gradient_norm"}  # by guards.WHAT
 
 
 class Tally:
@@ -219,6 +220,12 @@ class Tally:
             self._values.add("sdc_checks_total", 1, "mismatch")
         elif event == "in_vain":
             self._values.add("sdc_checks_total", 1, "error")
+        elif event == "out_of_line":
+            self._values.add("loss_out_of_line_total", 1, _OUT_OF_LINE[record["what"]])
+            return
+        elif event == "spike":
+            self._values.add("loss_spikes_total", 1)
+            return
         elif event == "found":
             self._values.replace("sdc_suspect", {(str(int(rank)),): 1.0 for rank in record["ranks"]})
         else:

@@ -167,3 +167,14 @@ def test_comparisons_of_replicas(run: Run) -> None:
     assert run.get("sdc_checks_total", "mismatch") == 1.0
     assert run.get("sdc_suspect", "2") == 1.0
     assert run.get("sdc_last_check_timestamp_seconds") == 5103.0
+
+
+def test_losses_out_of_line(run: Run) -> None:
+    run.tell("integrity", 1100.0, event="out_of_line", what="loss", rank=1)
+    run.tell("integrity", 1101.0, event="out_of_line", what="loss", rank=0)
+    run.tell("integrity", 1102.0, event="out_of_line", what="norm of gradients", rank=0)
+    run.tell("integrity", 1103.0, event="spike", first=9)
+    assert run.get("loss_out_of_line_total", "loss") == 2.0
+    assert run.get("loss_out_of_line_total", "gradient_norm") == 1.0
+    assert run.get("loss_spikes_total") == 1.0
+    assert run.get("sdc_last_check_timestamp_seconds") == 0.0

@@ -124,6 +124,29 @@ _SDC_ALERTS: Final[tuple[Alert, ...]] = (
         confirm=("`steadyctl status RUN`: does it train?",),
         act=("Look into the agents' logs for why checks fail.",),
     ),
+    Alert(
+        name="LossSpike",
+        group=_SDC,
+        severity=Severity.WARNING,
+        keep_s=900,
+        expr="sum by (run_id) (increase(steadyrun_loss_spikes_total[15m])) > 0",
+        summary="Losses stay far above what was usual.",
+        description="Losses of run {{ $labels.run_id }} stay far above what was usual, or they are not finite.",
+        meaning=(
+            "Several steps' losses lie ten deviations or more above those before, or two are not finite. Batches that "
+            "are bad, an unstable optimizer, or wrong numbers: all ranks compare their bytes at once, so the last "
+            "shows as `SteadyrunSdcMismatch`."
+        ),
+        confirm=(
+            "`steadyctl sdc RUN`: which values on which ranks and steps, and whether the bytes agreed.",
+            "One rank alone out of line points to its data or its GPU; all of them to the batch or the optimizer.",
+        ),
+        act=(
+            "Losses that come down by themselves need nothing.",
+            "`steadyctl ckpt rollback RUN --to STEP --skip-batches A:B` goes back and leaves the bad batches out; "
+            "`--ft-loss-spike rollback` does so by itself.",
+        ),
+    ),
 )
 
 _CHECKPOINT_ALERTS: Final[tuple[Alert, ...]] = (

@@ -273,6 +273,10 @@ _ROWS: Final[tuple[Family, ...]] = (
            "Time that a comparison takes from training, in the mean of the attempt", _S),
     Family("sdc_suspect", _G, _LEADER, "1 for a rank whose replica was wrong; absent for others", _BOOL,
            (_RANK_LABEL,)),
+    Family("loss_out_of_line_total", _C, _LEADER,
+           "Losses and norms of gradients of a rank far above what was usual, or not finite; at most 200 an attempt",
+           labels=(Label("what", ("loss", "gradient_norm")),)),
+    Family("loss_spikes_total", _C, _LEADER, "Times that losses stayed far above what was usual, or not finite"),
     # -- checkpoints ----------------------------------------------------------------------------------------------
     Family("checkpoint_saves_total", _C, _LEADER, "Checkpoints by outcome",
            labels=(Label("result", ("ok", "failed", "skipped")),)),
