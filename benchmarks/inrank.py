@@ -2,8 +2,10 @@
 
 Measured in a rank under a real steadyrun, in turns while its agent reads the board at its usual rate and while the
 agent is stopped (SIGSTOP); outside steadyrun, where every call does nothing; and with NVRx's client under its own
-launcher where it is installed. ``tight`` is one call after the other, ``paced`` one each 5 ms, with cold caches, as
-in training.
+launcher where it is installed. ``tight`` is one call after the other; ``cold`` one after each 5 ms of other work that
+goes through 64 MiB, as in training. (Not after a sleep: a core that wakes up needs 8 us even for nothing.)
+
+The row of a whole step, less that outside, is all that steadyrun does in a step of an unmodified script.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 from job import HERE, NVRX, STEADYRUN, DeadlineError, Job
 from report import add_common_arguments, effort_of, finish, print_table
 
+STEP, STEP_S, MOST_OF_STEP = "step of a tiny model", 0.05, 0.002  # what all that we do in a step may cost
 ALONE, READ, OUTSIDE, PEER = "agent stopped", "agent reads", "outside", "NVRx client"
 
 
@@ -48,7 +51,7 @@ class Rank:
         self.answers_seen += 1
         for e in self.job.events()[before:]:
             if e["kind"] == "measured":
-                key = (label, e["operation"], "paced" if e["gap_s"] else "tight")
+                key = (label, e["operation"], "cold" if e["gap_s"] else "tight")
                 self.values.setdefault(key, []).append(e)
 
 
@@ -122,7 +125,7 @@ def rows_of(ranks: list[Rank], labels: list[str], calls: dict[tuple[str, str], f
     rows = []
     for operation in operations:
         for label in labels:
-            cells = [median(label, operation, pace, q) for pace in ("tight", "paced") for q in ("p50", "p99")]
+            cells = [median(label, operation, pace, q) for pace in ("tight", "cold") for q in ("p50", "p99")]
             if cells[0] is None:
                 continue
             floor = median(label, "nothing (the timer)", "tight", "p50") or 0.0
@@ -149,7 +152,7 @@ def main() -> None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     rounds = effort_of(arguments, quick=2, normal=5, full=15)
     tight = effort_of(arguments, quick=5_000, normal=20_000, full=50_000)
-    paced = effort_of(arguments, quick=60, normal=200, full=400)
+    cold = effort_of(arguments, quick=60, normal=200, full=400)
     with contextlib.ExitStack() as stack:
         one = ("--standalone", "--nproc-per-node=1")
         ours = stack.enter_context(rank_of("steadyrun", (*STEADYRUN, "--ft-run-dir={run_dir}", *one), arguments.keep))
@@ -160,7 +163,7 @@ def main() -> None:
             limits += ("--ft-initial-rank-heartbeat-timeout=600", "--ft-rank-out-of-section-timeout=600")
             ranks.append(stack.enter_context(rank_of("nvrx", (*NVRX, *one, *limits), arguments.keep)))
         for _ in range(rounds):
-            for command in (f"measure {tight} 0", f"measure {paced} 0.005"):
+            for command in (f"measure {tight} 0", f"measure {cold} 0.005"):
                 ours.ask(command, READ)
                 with stopped(ours.launcher_pid):
                     ours.ask(command, ALONE)
@@ -177,7 +180,7 @@ def main() -> None:
             "ns per call",
             "tight p50",
             "p99",
-            "paced p50",
+            "cold p50",
             "p99",
             "rounds' p50",
             "less timer",
@@ -187,6 +190,14 @@ def main() -> None:
         print_table(head, rows)
         print(f"medians over {rounds} rounds; less timer: tight p50 less that of timing nothing; ratio: to '{READ}'")
         print(f"system calls: per call, in the main thread, counted with {tool}")
+        for pace in ("tight", "cold"):
+            ours_ns, outside_ns = (
+                statistics.median(e["p50"] for e in rank.values[label, STEP, pace])
+                for rank, label in ((ours, READ), (outside, OUTSIDE))
+            )
+            share = (ours_ns - outside_ns) / 1e9 / STEP_S
+            verdict = "holds" if share <= MOST_OF_STEP else "DOES NOT HOLD"
+            print(f"a step's cost, {pace}: {(ours_ns - outside_ns) / 1e3:.0f} us, {share:.2%} of 50 ms: {verdict}")
         results = [
             {"side": k[0], "operation": k[1], "pace": k[2], "rounds": v} for r in ranks for k, v in r.values.items()
         ]

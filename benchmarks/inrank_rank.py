@@ -1,7 +1,7 @@
 """The rank of inrank.py: does what it is told through a FIFO and writes the durations down.
 
-Commands, one a line: ``measure N GAP_S`` times each operation N times, GAP_S apart (0: one after the other); ``calls
-N`` does each operation N times between two marks that strace can see; ``end``.
+Commands, one a line: ``measure N GAP_S`` times each operation N times, each after GAP_S of other work (0: one after the
+other); ``calls N`` does each operation N times between two marks that strace can see; ``end``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 EVENTS = os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 SIDE = os.environ["BENCH_SIDE"]
 Operation = Callable[[], object]
+OTHER_WORK_BYTES = 32 << 20  # copied in some milliseconds; more than the caches hold
 TRAINING_STEP = "step of a tiny model"  # ours less outside: what marking and timing a step costs
 
 
@@ -83,9 +84,11 @@ def nvrx_operations() -> dict[str, Operation]:
 def durations_ns(operation: Operation, n: int, gap_s: float) -> list[int]:
     clock = time.perf_counter_ns
     out = [0] * n
+    other_work = memoryview(bytearray(2 * OTHER_WORK_BYTES if gap_s else 0))
     for i in range(n):
-        if gap_s:
-            time.sleep(gap_s)
+        until = clock() + int(gap_s * 1e9)
+        while gap_s and clock() < until:
+            other_work[:OTHER_WORK_BYTES] = other_work[OTHER_WORK_BYTES:]
         before = clock()
         operation()
         out[i] = clock() - before

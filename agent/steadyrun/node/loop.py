@@ -77,7 +77,6 @@ log = structlog.get_logger()
 POLL_S: Final = 0.5  # how often the board is read while nothing is due
 STEADY_POLL_S: Final = 2.0  # the same, at most, once nothing but steps has gone on for STEADY_AFTER_S
 STEADY_AFTER_S: Final = 3.0
-RING_SHARE: Final = 0.5  # of the ring that fills fastest may be new at a look
 LIVE_S: Final = 5.0  # how often the status file is refreshed without a change
 LOADED_LIMIT_S: Final = 20.0  # standbys wait this long for the ranks' lists of modules
 DESCENDANTS_S: Final = 5.0  # how often it is noted who descends from the ranks, for the sweep
@@ -498,10 +497,10 @@ class NodeAgent:
         )
 
     def _poll_s(self, now_s: float) -> float:
-        """Until the next look at the board; in the steady state as often as rings fill up, and as bytes are checked."""
+        """Until the next look at the board; in the steady state as often as steps, checks and rings need it."""
         if not self._is_steady(now_s):
             return POLL_S
-        wanted_s = min(RING_SHARE / max(self._sampler.rings_per_s, 1e-3), self._integrity.period_s)
+        wanted_s = min(self._sampler.period_s, self._integrity.period_s)
         return min(max(wanted_s, POLL_S), STEADY_POLL_S)
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:

@@ -14,16 +14,23 @@ from steadyrun.core.layout import RING, STEP_RING, TIMING_RING
 from steadyrun.core.timing import StepTiming
 from steadyrun.node.gathered import Gathered
 
-__all__ = ["RingsRead", "Sampler", "timing_columns"]
+__all__ = ["RingsRead", "Sampler", "look_period_s", "timing_columns"]
 
 EVERY_S: Final = 5.0  # one record of steps and sections per node and this long
 KEEP_TIMINGS: Final = 10  # of a rank in a record: 100 MB a day for 8 ranks, whatever a step takes
 MOST_TIMINGS: Final = 4096  # of a rank, that wait to be taken
+RING_SHARE: Final = 0.5  # of the ring that fills fastest may be new at a look
+LOOK_STEPS: Final = 16  # of the quickest rank may be new at a look: who is slow is to be named within 60 steps
 SEEN_OPEN_S: Final = 0.25  # a section that was seen open for so long is not missed
 COLUMNS: Final = (
     "wall_s", "busy_s", "forward_s", "backward_s", "optimizer_s", "data_s", "checkpoint_s", "wait_s", "cpu_s",
     "starved_s", "probe_s", "work", "flags", "group_wait_s",
 )  # fmt: skip
+
+
+def look_period_s(rings_per_s: float, steps_per_s: float) -> float:
+    """How long the board may be left alone where so many rings are filled and so many steps are done in a second."""
+    return min(RING_SHARE / max(rings_per_s, 1e-3), LOOK_STEPS / max(steps_per_s, 1e-3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,12 @@ class Sampler:
         self._sampled_s = 0.0
         self._steps: dict[int, int] = {}
         self._rings_per_s = 0.0
+        self._steps_per_s = 0.0
 
     @property
-    def rings_per_s(self) -> float:
-        """How often the ring that fills fastest was filled in a second, between the last two looks."""
-        return self._rings_per_s
+    def period_s(self) -> float:
+        """Until the next look, at the pace between the last two."""
+        return look_period_s(self._rings_per_s, self._steps_per_s)
 
     def begin_attempt(self, attempt: int) -> None:
         """What was gathered belongs to the old attempt: write it, then start afresh."""
@@ -78,7 +86,7 @@ class Sampler:
     def sample(self, now_s: float, views: Mapping[int, tuple[int, SlotView | None]]) -> dict[int, RingsRead]:
         """*views*: slot -> (rank, view). Returns what was read, by rank: rings are read once, for whoever needs it."""
         read = {}
-        filled = 0.0
+        filled, steps = 0.0, 0
         for slot, (rank, view) in views.items():
             if view is None:
                 continue
@@ -101,10 +109,12 @@ class Sampler:
             mine.timings.extend(timings)
             mine.untaken.extend(timings)
             read[rank] = RingsRead(times_s, sections, timings)
+            steps = max(steps, len(times_s))
             filled = max(filled, len(times_s) / STEP_RING, len(sections) / RING, len(timings) / TIMING_RING)
             if view.step is not None:
                 self._steps[rank] = view.step
-        self._rings_per_s = filled / max(now_s - self._sampled_s, 1e-3)
+        between_s = max(now_s - self._sampled_s, 1e-3)
+        self._rings_per_s, self._steps_per_s = filled / between_s, steps / between_s
         self._sampled_s = now_s
         if now_s >= self._next_s:
             self._next_s = now_s + EVERY_S
