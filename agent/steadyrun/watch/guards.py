@@ -95,6 +95,11 @@ class Guards:
         value.parts = (norms, [id(p) for p, _ in held], names)
         self._put(value)
 
+    @property
+    def has_news(self) -> bool:
+        """A norm was told for the next update, or numbers may have come from a device."""
+        return self._clipped is not None or bool(self._pending)
+
     def is_alert(self, step: int) -> bool:
         """Whether the gradients of *step* are measured although no check is due."""
         return step <= self._alert_until
