@@ -64,8 +64,9 @@ def test_an_unfit_node_is_left_out_before_its_ranks_do_a_step(
     steps = first.events("step")
     assert {e["rank"] for e in steps} == {0}, "only the node that is well has trained"
     assert first.newest_step() == STEPS - 1
-    (check,) = second.journal("node_check")
-    assert (check["health"], check["troubles"][0]["reason"].startswith("GPU 3 is lost")) == ("unhealthy", True)
+    checks = second.journal("node_check")  # on a busy machine the first may be stale when it is needed
+    found = {(c["health"], c["troubles"][0]["reason"].startswith("GPU 3 is lost")) for c in checks}
+    assert found == {("unhealthy", True)}
 
 
 @pytest.mark.slow
