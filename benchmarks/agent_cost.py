@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from job import HERE, NVRX, STEADYRUN, TORCHRUN, Job
+from job import NVRX, TORCHRUN
+from paced import AGENT, paced_job
 from report import add_common_arguments, effort_of, finish, print_table, ratio_spread, spread_text
 
 SIDES = {
-    "steadyrun": (*STEADYRUN, "--ft-run-dir={run_dir}", "--ft-standby=off"),
+    "steadyrun": AGENT,
     "torchrun": TORCHRUN,
     "NVRx ft_launcher": (*NVRX, "--ft-rank-section-timeouts=work:60"),
 }
@@ -71,12 +72,7 @@ def wakeups(processes: list[psutil.Process]) -> int:
 
 
 def measure(side: str, number: int, ranks: int, rate: float, window_s: float, keep: Path | None) -> Cost:
-    with Job({"BENCH_STEPS_PER_S": f"{rate:g}"}, keep, f"agent-{side}".replace(" ", "_")) as job:
-        control = job.folder / "control"
-        control.mkdir()
-        argv = [*SIDES[side], "--standalone", f"--nproc-per-node={ranks}", str(HERE / "pace_rank.py")]
-        launcher = job.start(argv, {"BENCH_CONTROL": str(control)})
-        job.wait_for(lambda: len(job.events("start")) == ranks, 60, "all ranks")
+    with paced_job(SIDES[side], ranks, f"agent-{side}", keep, rate) as (job, launcher):
         time.sleep(5.0)  # starting up is not the steady state
         rank_pids = {int(e["pid"]) for e in job.events("start")}
         helpers = tree_of(launcher.pid, rank_pids)
@@ -85,7 +81,7 @@ def measure(side: str, number: int, ranks: int, rate: float, window_s: float, ke
         took_s = time.monotonic() - before_s
         used_s, woken = cpu_s(helpers) - cpu_before_s, wakeups(helpers) - wakeups_before
         memory = [p.memory_full_info() for p in helpers]
-        cost = Cost(
+        return Cost(
             side=side,
             round=number,
             window_s=round(took_s, 3),
@@ -96,11 +92,6 @@ def measure(side: str, number: int, ranks: int, rate: float, window_s: float, ke
             rss_bytes=sum(m.rss for m in memory),
             pss_bytes=sum(m.pss for m in memory),
         )
-        (control / "finish").touch()
-        codes = job.wait(60)
-        if any(codes) or job.leftovers():
-            raise SystemExit(f"{side} ended with {codes}, left {job.leftovers()}\n{job.output_tail()}")
-        return cost
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import urllib.request
 from dataclasses import asdict, dataclass
 
 import psutil
-from job import HERE, STEADYRUN, Job
+from paced import AGENT, metrics_address, paced_job
 from report import add_common_arguments, effort_of, finish, print_table, spread_text
 
 FORMS = {"text": "text/plain", "OpenMetrics": "application/openmetrics-text; version=1.0.0"}
@@ -51,23 +51,14 @@ def main() -> None:
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     scrapes: list[Scrape] = []
-    with Job({"BENCH_STEPS_PER_S": "20"}, arguments.keep, "exposition") as job:
-        control = job.folder / "control"
-        control.mkdir()
-        options = ["--ft-run-dir={run_dir}", "--ft-standby=off", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        launcher = job.start([*STEADYRUN, *options, str(HERE / "pace_rank.py")], {"BENCH_CONTROL": str(control)})
-        job.wait_for(lambda: len(job.events("start")) == arguments.ranks, 60, "all ranks")
-        told = job.wait_for(lambda: [n for n in job.live() if n.get("metrics")], 60, "the address of the metrics")
+    with paced_job(AGENT, arguments.ranks, "exposition", arguments.keep) as (job, launcher):
+        address = metrics_address(job)
         time.sleep(15.0)  # until every part of the machine has been looked at, and steps have been timed
         gpus = max((len((n.get("devices") or {}).get("gpus", ())) for n in job.live()), default=0)
         for _ in range(effort_of(arguments, quick=3, normal=20, full=100)):
             for form in FORMS:
                 time.sleep(0.2)
-                scrapes.append(scrape(str(told[0]["metrics"]), form, psutil.Process(launcher.pid)))
-        (control / "finish").touch()
-        codes = job.wait(60)
-        if any(codes) or job.leftovers():
-            raise SystemExit(f"the job ended with {codes}, left {job.leftovers()}\n{job.output_tail()}")
+                scrapes.append(scrape(address, form, psutil.Process(launcher.pid)))
     rows = []
     for form in FORMS:
         its = [s for s in scrapes if s.form == form]

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import tempfile
 import time
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from job import HERE, STEADYRUN, Job
+from paced import AGENT, metrics_address, paced_job
 from report import add_common_arguments, finish, print_table
+
+from steadyrun.node.metrics import LAG_WINDOW_S
 
 MOST_LAG_S = 0.05
 CALLS = ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetMemoryInfo")
-SETTLED_S = 75.0  # the gauge forgets what was a minute before; the ranks' start is not what is asked about
+SETTLED_S = LAG_WINDOW_S + 15.0  # the gauge forgets by then how the ranks started, which is not what is asked about
+SCRAPES_S = 2.0  # between two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +55,20 @@ def library(source: Path, folder: Path) -> Path:
 
 
 def watch(call: str, arguments: argparse.Namespace) -> list[Lag]:
-    with Job({"BENCH_STEPS_PER_S": "20"}, arguments.keep, f"stuck_{call}") as job:
-        control, state = job.folder / "control", job.folder / "nvml_state"
-        control.mkdir()
+    with tempfile.TemporaryDirectory(prefix="steadyrun-bench-") as name:
+        folder, state = Path(name), Path(name) / "nvml_state"
         state.write_text("count = 8\ngpu.*.util = 98\n")
-        env = {
-            "BENCH_CONTROL": str(control),
-            "LD_LIBRARY_PATH": str(library(arguments.source, job.folder)),
-            "NVML_STUB_STATE": str(state),
-        }
-        options = ["--ft-run-dir={run_dir}", "--ft-standby=off", "--standalone", "--nproc-per-node=8"]
-        job.start([*STEADYRUN, *options, str(HERE / "pace_rank.py")], env)
-        job.wait_for(lambda: len(job.events("start")) == 8, 60, "all ranks")
-        told = job.wait_for(lambda: [n for n in job.live() if n.get("metrics")], 60, "the address of the metrics")
-        address = str(told[0]["metrics"])
-        time.sleep(SETTLED_S)
-        lags = [scraped(address, call, None)]
-        with state.open("a") as f:
-            f.write(f"gpu.2.delay_ms.{call} = {arguments.hang * 1000:.0f}\n")
-        begun_s = time.monotonic()
-        while (after_s := time.monotonic() - begun_s) < arguments.hang:
-            lags.append(scraped(address, call, after_s))
-            time.sleep(2.0)
-        (control / "finish").touch()
-        codes = job.wait(90)
-        if any(codes) or job.leftovers():
-            raise SystemExit(f"the job ended with {codes}, left {job.leftovers()}\n{job.output_tail()}")
+        env = {"LD_LIBRARY_PATH": str(library(arguments.source, folder)), "NVML_STUB_STATE": str(state)}
+        with paced_job(AGENT, 8, f"stuck-{call}", arguments.keep, env=env) as (job, _):
+            address = metrics_address(job)
+            time.sleep(SETTLED_S)
+            lags = [scraped(address, call, None)]
+            with state.open("a") as f:
+                f.write(f"gpu.2.delay_ms.{call} = {arguments.hang * 1000:.0f}\n")
+            begun_s = time.monotonic()
+            while (after_s := time.monotonic() - begun_s) < arguments.hang:
+                lags.append(scraped(address, call, after_s))
+                time.sleep(SCRAPES_S)
     return lags
 
 

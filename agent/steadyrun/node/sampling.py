@@ -59,7 +59,11 @@ class _RankSample:
 
 
 class Sampler:
-    """Drains the rings of all slots often enough and writes one compact record per node every few seconds."""
+    """Drains the rings of all slots often enough and writes one compact record per node every few seconds.
+
+    Attributes:
+        period_s: until the next look, at the pace between the last two.
+    """
 
     def __init__(self, board: Board, journal: Journal, clock: Clock, node: str) -> None:
         self._board, self._journal, self._clock, self._node = board, journal, clock, node
@@ -68,13 +72,7 @@ class Sampler:
         self._next_s = 0.0
         self._sampled_s = 0.0
         self._steps: dict[int, int] = {}
-        self._rings_per_s = 0.0
-        self._steps_per_s = 0.0
-
-    @property
-    def period_s(self) -> float:
-        """Until the next look, at the pace between the last two."""
-        return look_period_s(self._rings_per_s, self._steps_per_s)
+        self.period_s = look_period_s(0.0, 0.0)
 
     def begin_attempt(self, attempt: int) -> None:
         """What was gathered belongs to the old attempt: write it, then start afresh."""
@@ -114,7 +112,7 @@ class Sampler:
             if view.step is not None:
                 self._steps[rank] = view.step
         between_s = max(now_s - self._sampled_s, 1e-3)
-        self._rings_per_s, self._steps_per_s = filled / between_s, steps / between_s
+        self.period_s = look_period_s(filled / between_s, steps / between_s)
         self._sampled_s = now_s
         if now_s >= self._next_s:
             self._next_s = now_s + EVERY_S

@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import structlog
 
-from steadyrun.collectors.metrics.spec import JOB_STATES, TRIGGERS
+from steadyrun.collectors.metrics.spec import JOB_STATES, OUT_OF_LINE, TRIGGERS
 from steadyrun.collectors.metrics.values import Values
 from steadyrun.core.classes import EXIT_OF_CLASS, Action, ExitClass, FaultClass
+from steadyrun.core.guards import WHAT
 from steadyrun.node.goodput import Goodput
 
 __all__ = ["Tally"]
@@ -26,7 +27,7 @@ _HANG_CLASSES: Final = frozenset(
     {c.value for c, code in EXIT_OF_CLASS.items() if code is ExitClass.HANG and c is not FaultClass.STRAGGLER}
 )
 _MOST_SAVES: Final = 1000
-_OUT_OF_LINE: Final[Mapping[str, str]] = {"loss": "loss", "norm of gradients": "gradient_norm"}  # by guards.WHAT
+_OUT_OF_LINE: Final[Mapping[str, str]] = dict(zip(WHAT, OUT_OF_LINE, strict=True))
 
 
 class Tally:

@@ -279,8 +279,7 @@ class Integrity:
         """Before most updates there is nothing to do; that is found out in a tenth of the time of looking closer."""
         if not self._generation or self._checked_step is not None or self._waiting or self._guards.has_news:
             return False
-        step = self._next_step()
-        if self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step):
+        if self._are_gradients_due(self._next_step()):
             return False
         return len(self._optimizers) == 1 and self._optimizers[0]() is optimizer
 
@@ -368,10 +367,13 @@ class Integrity:
         is_asked_for = step == self._requested or self._words[H_CHECK_AT] == step + 1
         return (step + 1) % self._interval == 0 or is_asked_for
 
+    def _are_gradients_due(self, step: int) -> bool:
+        return self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step)
+
     def _look_at_gradients(self, optimizer: Any) -> None:
         """Measured are those of the first optimizer, before updates after which there is a check."""
         step, first = self._next_step(), self._optimizers[0]() if self._optimizers else None
-        is_due = first is optimizer and (self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step))
+        is_due = first is optimizer and self._are_gradients_due(step)
         self._guards.update_begins(step - 1, optimizer, is_due, self._names)
 
     # -- the plan ------------------------------------------------------------------------------------------------------

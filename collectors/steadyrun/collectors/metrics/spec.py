@@ -162,6 +162,7 @@ TIME_PHASES: Final = (
     "recovery",  # INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION: from there until the next attempt's processes are there
     "other",  # OTHER
 )
+OUT_OF_LINE: Final = ("loss", "gradient_norm")  # in the order of core.guards.WHAT
 TRIGGERS: Final = (
     "exit", "hang", "stopped", "node_lost", "start_up", "corruption", "straggler", "membership", "rollback",
     "node_check", "other",
@@ -275,7 +276,7 @@ _ROWS: Final[tuple[Family, ...]] = (
            (_RANK_LABEL,)),
     Family("loss_out_of_line_total", _C, _LEADER,
            "Losses and norms of gradients of a rank far above what was usual, or not finite; at most 200 an attempt",
-           labels=(Label("what", ("loss", "gradient_norm")),)),
+           labels=(Label("what", OUT_OF_LINE),)),
     Family("loss_spikes_total", _C, _LEADER, "Times that losses stayed far above what was usual, or not finite"),
     # -- checkpoints ----------------------------------------------------------------------------------------------
     Family("checkpoint_saves_total", _C, _LEADER, "Checkpoints by outcome",
