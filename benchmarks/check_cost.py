@@ -1,9 +1,11 @@
 """What the checks of a rank's bytes cost it: measured from outside, beside what the run itself says.
 
-Two jobs of one rank each train the same model under steadyrun, one with ``--ft-sdc off``, one with checks after every
-second step, in turns of a few steps: one trains while the other waits, so that both see the same machine. With checks
-so dense each step has one (after it, or before its update), and the difference is well above the noise. A third job
-then trains with ``auto``, to show what that chooses (not with ``--quick``).
+Three jobs of one rank each train the same model under steadyrun, two with ``--ft-sdc off``, one with checks after every
+second step, in turns of a few steps: one trains while the others wait, so that all see the same machine. With checks
+so dense each step has one (after it, or before its update), and the difference is well above the noise. How far apart
+the two without checks are is the noise: where their memory happens to lie makes one slower than the other. Not told is
+what a check evicts from the caches and training has to fetch again: up to a tenth of the check. A fourth job then
+trains with ``auto``, to show what that chooses (not with ``--quick``).
 
 On a CPU all is taken by the clock of the training thread, which a busy machine disturbs least; on a GPU by the wall.
 """
@@ -80,15 +82,14 @@ def main() -> None:
     rounds = effort_of(arguments, quick=4, normal=15, full=60)
     steps = effort_of(arguments, quick=5, normal=10, full=20)
     with contextlib.ExitStack() as stack:
-        off, dense = (Side(option, arguments, stack) for option in ("off", "2"))
-        ready = off.wait_ready()
-        dense.wait_ready()
+        off, dense, again = sides = [Side(option, arguments, stack) for option in ("off", "2", "off")]
+        ready = [side.wait_ready() for side in sides].pop()
         for number in range(rounds):
-            for side in (off, dense) if number % 2 else (dense, off):
+            for side in sides[number % 3 :] + sides[: number % 3]:
                 side.train(steps)
             print(".", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-        for side in (off, dense):
+        for side in sides:
             side.end()
         auto = None if arguments.quick else Side("auto", arguments, stack)
         if auto is not None:
@@ -97,28 +98,32 @@ def main() -> None:
             auto.end()
         clock = "wall_s" if ready["device"] == "cuda" else "cpu_s"
         print(f"{ready['bytes'] / 2**20:.0f} MiB are checked on {ready['device']}, {rounds} rounds of {steps} steps")
-        results = report(off, dense, auto, ready["bytes"], clock)
+        results = report(off, again, dense, auto, ready["bytes"], clock)
     finish(arguments, "check_cost", results)
 
 
-def report(off: Side, dense: Side, auto: Side | None, size_bytes: int, clock: str) -> dict[str, Any]:
+def report(off: Side, again: Side, dense: Side, auto: Side | None, size_bytes: int, clock: str) -> dict[str, Any]:
     rows = []
-    sides = [side for side in (off, dense, auto) if side is not None]
+    sides = [side for side in (off, again, dense, auto) if side is not None]
     for side in sides:
-        checks = side.told() if side is not off else None
+        checks = side.told() if side not in (off, again) else None
         each = "-" if checks is None else f"{1e3 * checks['cost_s'] / checks['checks']:.2f}"
         counts = ["-", "-"] if checks is None else [str(checks["checks"]), str(checks["interval"])]
         rows.append([f"--ft-sdc {side.option}", spread_text(side.ms_per_step(clock)), each, *counts])
     print_table(["ms", "step", "a check, as told", "checks", "interval"], rows)
     told = dense.told()
     told_ms = 1e3 * told["cost_s"] / told["checks"]
-    without, with_checks = off.ms_per_step(clock), dense.ms_per_step(clock)
+    without, without_too, with_checks = (side.ms_per_step(clock) for side in (off, again, dense))
+    without = [(a + b) / 2 for a, b in zip(without, without_too, strict=True)]
+    noise_ms = [2 * (b - a) for a, b in zip(without, without_too, strict=True)]
     measured_ms = [b - a for a, b in zip(without, with_checks, strict=True)]
     ratios = ratio_spread([told_ms] * len(measured_ms), list(measured_ms))
-    measured, step = spread_of(measured_ms), spread_of(without)
+    measured, noise, step = spread_of(measured_ms), spread_of(noise_ms), spread_of(without)
     assert measured is not None
+    assert noise is not None
     assert step is not None
     print(f"a check, measured from outside: {measured.text()} ms; as told: {told_ms:.2f} ms")
+    print(f"the two jobs without checks differ by {noise.text()} ms a step")
     print(f"measured by told: {'-' if ratios is None else ratios.text()}")
     percent = dense.told_percent()
     outside = 100 * told["checks"] * measured.median / 1e3 / told["trained_s"]
@@ -127,8 +132,9 @@ def report(off: Side, dense: Side, auto: Side | None, size_bytes: int, clock: st
     print(f"throughput of a check: {size_bytes / told_ms * 1e3 / 2**30:.2f} GiB/s")
     return {
         "clock": clock,
-        "stretches": {side.option: side.stretches for side in sides},
-        "told": {side.option: side.told() for side in sides if side is not off},
+        "stretches": {side.option: side.stretches for side in sides if side is not again},
+        "stretches_off_again": again.stretches,
+        "told": {side.option: side.told() for side in sides if side not in (off, again)},
         "line_percent": percent,
         "measured_percent": outside,
     }

@@ -63,7 +63,7 @@ from steadyrun.integrity.coefficients import (
 )
 from steadyrun.integrity.roots import merge, root_of
 
-__all__ = ["Batch", "Fingerprint", "Hasher", "Running", "fingerprint", "merge", "root_of"]
+__all__ = ["Fingerprint", "Hasher", "Running", "fingerprint", "leaves_in", "merge", "mixed", "plain", "root_of"]
 
 # On a CPU a leaf at a time becomes float64: 512 KiB stay in the caches, and two calls of torch (3 us each) are small
 # beside the work on it. The partial sums of so many leaves meet the large factors at once.
@@ -99,17 +99,28 @@ class Hasher:
 
     For one thread at a time. Nothing but this scratch is allocated, whatever the sizes of the tensors, except 8 bytes
     per leaf (0.003 % of the tensor).
+
+    Args:
+        exactly: sum in float64, by a BLAS; None: on a CPU. The values are the same.
+
+    Attributes:
+        exactly: see there.
+        small, large: the factors of the weights on the device, int64; the small ones as float64, if it is so summed.
     """
 
-    __slots__ = ("_chunk", "_device", "_large", "_partial", "_partial64", "_products", "_small", "_stage", "_weights")
+    __slots__ = (
+        *("_chunk", "_device", "_partial", "_partial64", "_products", "_stage", "_weights"),
+        *("exactly", "large", "small"),
+    )
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", exactly: bool | None = None) -> None:
         self._device = torch.device(device)
+        self.exactly = self._device.type == "cpu" if exactly is None else exactly
         small = torch.tensor(small_factors(), dtype=torch.int64)
         large = torch.tensor([signed(v) for v in large_factors()], dtype=torch.int64)
         self._weights = torch.outer(small, large).view(-1).to(self._device)
-        self._large = large
-        self._small = small.to(torch.float64)
+        self.large = large.to(self._device)
+        self.small = (small.to(torch.float64) if self.exactly else small).to(self._device)
         self._stage: torch.Tensor | None = None
         self._products: torch.Tensor | None = None
         self._chunk: torch.Tensor | None = None
@@ -134,14 +145,14 @@ class Hasher:
             TypeError: the tensor has no plain bytes (sparse, quantized, meta); hash the tensors that it consists of.
             ValueError: it is on another device than this hasher.
         """
-        local = _plain(tensor)
+        local = plain(tensor)
         leaves = tuple(v & MASK for v in self.leaves(local).tolist())
         size_bytes = local.numel() * local.element_size()
         return Fingerprint(root_of(leaves, size_bytes), leaves, size_bytes)
 
     def roots(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The roots of *tensors*, as int64 on the device, without waiting for it; raises as ``fingerprint``."""
-        locals_ = [_plain(tensor) for tensor in tensors]
+        locals_ = [plain(tensor) for tensor in tensors]
         lengths = [signed(local.numel() * local.element_size() * PER_BYTE) for local in locals_]
         roots = torch.tensor(lengths, dtype=torch.int64).to(self._device)
         parts = [self.leaves(local) for local in locals_]
@@ -150,14 +161,14 @@ class Hasher:
             owners = torch.arange(len(parts)).repeat_interleave(counts)
             places = torch.arange(1, len(owners) + 1) - (counts.cumsum(0) - counts)[owners]
             at = places.mul_(signed(GOLDEN)).to(self._device)
-            roots.index_add_(0, owners.to(self._device), _mixed(torch.cat(parts).add_(at)))
+            roots.index_add_(0, owners.to(self._device), mixed(torch.cat(parts).add_(at)))
         return roots
 
     def leaves(self, tensor: torch.Tensor) -> torch.Tensor:
         """The leaves of *tensor*, as int64 on the device, without waiting for it; raises as ``fingerprint``."""
-        local = _plain(tensor)
+        local = plain(tensor)
         size_bytes = local.numel() * local.element_size()
-        result = torch.empty(_leaves_in(size_bytes), dtype=torch.int64, device=self._device)
+        result = torch.empty(leaves_in(size_bytes), dtype=torch.int64, device=self._device)
         with torch.no_grad():
             self.leaves_into(local, result)
         return result
@@ -174,18 +185,18 @@ class Hasher:
 
     def leaf_bytes(self, tensor: torch.Tensor, leaf: int) -> bytes:
         """The bytes of leaf number *leaf*; waits for the device; raises as ``fingerprint``, and IndexError."""
-        local = _plain(tensor)
+        local = plain(tensor)
         size_bytes = local.numel() * local.element_size()
         first = 0
         for words in self._blocks(local):
-            count = _leaves_in(4 * words.numel())
+            count = leaves_in(4 * words.numel())
             if first <= leaf < first + count:
                 at = (leaf - first) * LEAF_WORDS
                 own = words[at : at + LEAF_WORDS].cpu()
                 length = min(LEAF_BYTES, size_bytes - leaf * LEAF_BYTES)
                 return ctypes.string_at(own.data_ptr(), length)
             first += count
-        raise IndexError(f"no leaf {leaf} in a tensor of {size_bytes} bytes: it has {_leaves_in(size_bytes)}")
+        raise IndexError(f"no leaf {leaf} in a tensor of {size_bytes} bytes: it has {leaves_in(size_bytes)}")
 
     # -- words ---------------------------------------------------------------------------------------------------------
     def _blocks(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -228,12 +239,14 @@ class Hasher:
         whole = words.numel() // LEAF_WORDS
         if whole:
             body = words[: whole * LEAF_WORDS].view(-1, LEAF_WORDS)
-            if self._device.type == "cpu":
+            if self.exactly:
                 self._sum_exactly(body, out)
             else:
                 self._sum_plainly(body, out)
         count = words.numel() - whole * LEAF_WORDS
-        if count:
+        if count and self.exactly:
+            self._sum_short(words[whole * LEAF_WORDS :], out[whole:])
+        elif count:
             products = words[whole * LEAF_WORDS :].to(torch.int64).mul_(self._weights[:count])
             torch.sum(products, 0, keepdim=True, out=out[whole:])
 
@@ -249,63 +262,37 @@ class Hasher:
 
     def _sum_exactly(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """As ``_sum_plainly``, 1.5 times faster on a CPU without vector instructions for int64 products."""
+        chunk, partial, partial64 = self.scratch()
+        columns, small = chunk.view(SMALL, LARGE).t(), self.small
+        partials = partial.unbind(0)
+        for at, batch in enumerate(_cut(rows, _CPU_BATCH_LEAVES)):
+            for leaf, sums in zip(batch.unbind(0), partials):  # noqa: B905 - the last batch is shorter
+                chunk.copy_(leaf)
+                torch.mv(columns, small, out=sums)
+            exact = partial64[: len(batch)]
+            exact.copy_(partial[: len(batch)])
+            begin = at * _CPU_BATCH_LEAVES
+            torch.mv(exact, self.large, out=out[begin : begin + len(batch)])
+
+    def _sum_short(self, words: torch.Tensor, out: torch.Tensor) -> None:
+        """The one leaf of *words*, which do not fill it, on a CPU."""
+        chunk, partial, partial64 = self.scratch()
+        count = len(words)
+        rows = -(-count // LARGE)
+        chunk[:count].copy_(words)
+        chunk[count : rows * LARGE].zero_()
+        torch.mv(chunk[: rows * LARGE].view(rows, LARGE).t(), self.small[:rows], out=partial[0])
+        exact = partial64[:1]
+        exact.copy_(partial[:1])
+        torch.mv(exact, self.large, out=out)
+
+    def scratch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """To sum exactly: the words of a leaf, then the sums of many by large factors, all float64; those as int64."""
         if self._chunk is None or self._partial is None or self._partial64 is None:
             self._chunk = torch.empty(LEAF_WORDS, dtype=torch.float64)
             self._partial = torch.empty(_CPU_BATCH_LEAVES, LARGE, dtype=torch.float64)
             self._partial64 = torch.empty(_CPU_BATCH_LEAVES, LARGE, dtype=torch.int64)
-        chunk, columns, small = self._chunk, self._chunk.view(SMALL, LARGE).t(), self._small
-        partials = self._partial.unbind(0)
-        for at, batch in enumerate(_cut(rows, _CPU_BATCH_LEAVES)):
-            for leaf, partial in zip(batch.unbind(0), partials):  # noqa: B905 - the last batch is shorter
-                chunk.copy_(leaf)
-                torch.mv(columns, small, out=partial)
-            sums = self._partial64[: len(batch)]
-            sums.copy_(self._partial[: len(batch)])
-            begin = at * _CPU_BATCH_LEAVES
-            torch.mv(sums, self._large, out=out[begin : begin + len(batch)])
-
-
-class Batch:
-    """The roots of the same tensors again and again, without waiting for the device and without copies to it.
-
-    Attributes:
-        offsets: where each tensor's leaves begin in what ``leaves`` gives, and where the last one's end.
-    """
-
-    __slots__ = ("_hasher", "_lengths", "_owners", "_places", "_sizes", "offsets")
-
-    def __init__(self, hasher: Hasher, sizes_bytes: Sequence[int]) -> None:
-        self._hasher = hasher
-        self._sizes = tuple(sizes_bytes)
-        counts = torch.tensor([_leaves_in(size) for size in self._sizes], dtype=torch.int64)
-        ends = counts.cumsum(0)
-        owners = torch.arange(len(self._sizes)).repeat_interleave(counts)
-        places = torch.arange(1, len(owners) + 1) - (ends - counts)[owners]
-        self.offsets: tuple[int, ...] = (0, *ends.tolist())
-        device = hasher.device
-        self._owners = owners.to(device)
-        self._places = places.mul_(signed(GOLDEN)).to(device)
-        self._lengths = torch.tensor([signed(size * PER_BYTE) for size in self._sizes], dtype=torch.int64).to(device)
-
-    def leaves(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The leaves of all *tensors*, one after the other; None where one of them has another size by now.
-
-        Raises as ``Hasher.fingerprint``.
-        """
-        result = torch.empty(self.offsets[-1], dtype=torch.int64, device=self._hasher.device)
-        with torch.no_grad():
-            for number, tensor in enumerate(tensors):
-                if tensor is None:
-                    return None
-                local = _plain(tensor)
-                if local.numel() * local.element_size() != self._sizes[number]:
-                    return None
-                self._hasher.leaves_into(local, result[self.offsets[number] : self.offsets[number + 1]])
-        return result
-
-    def roots(self, leaves: torch.Tensor) -> torch.Tensor:
-        """What ``Hasher.roots`` gives for these tensors, from their leaves."""
-        return self._lengths.index_add(0, self._owners, _mixed(leaves + self._places))
+        return self._chunk, self._partial, self._partial64
 
 
 class Running:
@@ -363,17 +350,17 @@ def fingerprint(data: torch.Tensor | bytes | bytearray | memoryview, hasher: Has
         hasher: to be given by who makes many: making one costs 3 ms.
     """
     if isinstance(data, torch.Tensor):
-        return (hasher or Hasher(_plain(data).device)).fingerprint(data)
+        return (hasher or Hasher(plain(data).device)).fingerprint(data)
     running = Running(hasher)
     running.update(data)
     return running.fingerprint()
 
 
-def _leaves_in(size_bytes: int) -> int:
+def leaves_in(size_bytes: int) -> int:
     return -(-size_bytes // LEAF_BYTES)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank behind *tensor*, without its history."""
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's; to_local() would dispatch and may wait
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
@@ -417,7 +404,7 @@ def _runs(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from _runs(tensor[number], most)
 
 
-def _mixed(values: torch.Tensor) -> torch.Tensor:
+def mixed(values: torch.Tensor) -> torch.Tensor:
     """``mix64`` of each of *values*, in place where it can."""
     values = (values ^ _shifted(values, 30)).mul_(signed(0xBF58476D1CE4E5B9))
     values = (values ^ _shifted(values, 27)).mul_(signed(0x94D049BB133111EB))

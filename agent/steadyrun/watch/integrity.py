@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from steadyrun.core.integrity import RingWriter
-    from steadyrun.integrity.fingerprint import Batch, Hasher
+    from steadyrun.integrity.batch import Batch
+    from steadyrun.integrity.fingerprint import Hasher
     from steadyrun.integrity.groups import Comparison
     from steadyrun.watch.marks import Marks
 
@@ -142,6 +143,7 @@ class Integrity:
         self._saves = 0
         self._check_s = 0.0
         self._cost_ns = 0
+        self._aside_ns = 0  # what was done around checks since the last one was told: the next one tells it
         self._interval = every or 50
         self._save_interval = 1
         self._before_check: list[Callable[[], None]] = []
@@ -349,7 +351,9 @@ class Integrity:
                 if self._guards.has_news:
                     self._guards.settle()
                 if self._is_due(step):
+                    watch = _Stopwatch()
                     self._renew()
+                    self._aside_ns += watch.ns()
                     self._check(_AFTER, step)
                 if self._orders:
                     self._capture(step)
@@ -524,17 +528,14 @@ class Integrity:
         self._tell(kept)
 
     def _hash(self, moment: int, step: int) -> _Kept | None:
-        began_ns, cpu_ns = monotonic_ns(), thread_time_ns()
+        watch = _Stopwatch()
         parts = []
         for batch in self._batches:
             part = batch.ask([self._sources[i].read() for i in batch.numbers])
             if part is None:
                 return None
             parts.append(part)
-        # Waiting for a core is no cost of ours: of a thread alone its CPU time counts, with n threads n times that.
-        most_ns = (thread_time_ns() - cpu_ns) * max(int(sys.modules["torch"].get_num_threads()), 1)
-        host_ns = min(monotonic_ns() - began_ns, most_ns)
-        return _Kept(self._plan, self._batches, moment, step, began_ns, host_ns, parts)
+        return _Kept(self._plan, self._batches, moment, step, watch.began_ns, watch.ns(), parts)
 
     def _tell(self, kept: _Kept) -> None:
         self._waiting.append(kept)
@@ -553,7 +554,8 @@ class Integrity:
         from steadyrun.core.integrity import KEPT_CHECKS
 
         assert self._ring is not None
-        cost_ns = kept.cost_ns()
+        cost_ns = kept.cost_ns() + self._aside_ns
+        watch = _Stopwatch()
         roots = kept.roots()
         self._ring.put(kept.plan.generation, kept.step, kept.moment, kept.at_ns, cost_ns, roots)
         self._kept = [*self._kept[1 - KEPT_CHECKS :], kept]
@@ -565,6 +567,7 @@ class Integrity:
         words[base + S_HASH_STEP] = int(self._step_s * 1e9)
         words[base + S_HASH_INTERVAL] = self._interval
         words[base + S_HASH_CHECKS] = self._checks
+        self._aside_ns = watch.ns()
 
     def _adapt(self, cost_s: float) -> None:
         # The first check makes what later ones use: it counts for nothing once there is another.
@@ -664,6 +667,23 @@ class Integrity:
                         self._captures.append({"tensor": name, "step": step, "leaf": leaf, "bytes": text})
 
 
+class _Stopwatch:
+    """How long this thread has worked since this was made.
+
+    Waiting for a core is no cost of ours: of a thread alone its CPU time counts, with n threads n times that,
+    and never more than the wall's time.
+    """
+
+    __slots__ = ("_cpu_ns", "began_ns")
+
+    def __init__(self) -> None:
+        self.began_ns, self._cpu_ns = monotonic_ns(), thread_time_ns()
+
+    def ns(self) -> int:
+        most_ns = (thread_time_ns() - self._cpu_ns) * max(int(sys.modules["torch"].get_num_threads()), 1)
+        return min(monotonic_ns() - self.began_ns, most_ns)
+
+
 class _Kept:
     """One check: on the device for as long as nobody needs it elsewhere."""
 
@@ -759,7 +779,8 @@ class _DeviceBatch:
 
 
 def _batches(tensors: list[Any], before: list[_DeviceBatch]) -> list[_DeviceBatch]:
-    from steadyrun.integrity.fingerprint import Batch, Hasher
+    from steadyrun.integrity.batch import Batch
+    from steadyrun.integrity.fingerprint import Hasher
 
     hashers = {str(b.hasher.device): b.hasher for b in before}
     by_device: dict[str, list[int]] = {}
