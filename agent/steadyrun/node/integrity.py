@@ -64,7 +64,7 @@ MOST_REPORTS: Final = 20  # of a run
 MOST_SIGNALS: Final = 200  # records of an attempt
 QUIET_STEPS: Final = 100  # without a signal, after which the next one is told again
 MOST_AHEAD: Final = 1000  # steps
-COMPARE_S: Final = 20.0  # until a spike is one although no check has compared anything since
+COMPARE_S: Final = 20.0  # until a spike or a wrong gradient is one although no check has compared anything since
 MOST_REPLAYED: Final = 7  # that a node keeps telling of
 _SOCKET_BYTES: Final = 64 << 20
 
@@ -86,6 +86,15 @@ class Case:
     to: int
     found_at_s: float
     trigger: str = CORRUPTION
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a replay has found, until it is known whether the ranks' parameters were equal: wrong ones explain it."""
+
+    found: Found
+    since_s: float
+    until_s: float
 
 
 @dataclass(slots=True)
@@ -120,6 +129,7 @@ class _Turn:
     is_ending: bool = False  # nobody answers any more
     is_settled: bool = False  # the case is in other hands, or reported
     replayed: set[tuple[int, ...]] = field(default_factory=set)  # ranks that replays have found, heard of
+    held: _Held | None = None
 
 
 class Integrity:
@@ -439,22 +449,27 @@ class Integrity:
         if new:
             self._order_check(turn, new[-1].step)
 
-    def _order_check(self, turn: _Turn, step: int) -> None:
-        """All ranks check after the same step: the first one that none has begun when they hear of it."""
+    def _order_check(self, turn: _Turn, step: int) -> float:
+        """All ranks check after the same step: the first one that none has begun when they hear of it.
+
+        Returns:
+            how many seconds it takes them to get there.
+        """
         if turn.inquiry is not None or turn.case is not None:
-            return
+            return 0.0
         newest = max([step, *self._steps.values()])
-        if newest < turn.check_at:
-            return  # that check is to come
         is_alone = turn.channel is None or turn.channel.group_world_size == 1
         order_s = ORDER_HERE_S if is_alone else ORDER_S
         step_s = max((w.step_s for w in self._words.values()), default=0.0)
+        if newest < turn.check_at:
+            return (turn.check_at - newest) * step_s  # that check is to come
         turn.check_at = newest + 2 + (min(int(order_s / step_s), MOST_AHEAD) if step_s > 0 else 0)
         turn.ask_id += 1
         payload = {"id": turn.ask_id, "what": "check", "step": turn.check_at, "ranks": []}
         if turn.channel is not None and not is_alone:
             turn.channel.tell_ask(turn.attempt, payload)
         self._answer(turn, payload)
+        return (turn.check_at - newest) * step_s
 
     def _judge_spike(self, turn: _Turn, now_s: float) -> None:
         if turn.is_ending or turn.case is not None or turn.inquiry is not None:
@@ -519,6 +534,7 @@ class Integrity:
         self._look_at_moments(turn, now_s)
         while turn.inquiry is not None and turn.inquiry.look(now_s):
             self._go_on(turn, now_s)
+        self._judge_replay(turn, now_s)
 
     def _on_compared(self, turn: _Turn, seen: Compared, now_s: float) -> None:
         turn.compared += 1
@@ -576,6 +592,7 @@ class Integrity:
         if turn.inquiry is not None:
             turn.inquiry.hurry(now_s)
             self._conclude(turn, now_s)
+        self._judge_replay(turn, now_s)
 
     def _end(self, turn: _Turn) -> None:
         self._hurry(turn)
@@ -629,18 +646,35 @@ class Integrity:
         self._settle(turn, found, now_s)
 
     def _on_replayed(self, turn: _Turn, told: Mapping[str, Any]) -> None:
-        """A microbatch gives other gradients when it is computed again; of the same ranks the first one counts."""
+        """A microbatch gives other gradients when it is computed again; of the same ranks the first one counts.
+
+        A rank with wrong parameters computes other gradients, too. So all compare their bytes first.
+        """
         found = found_of(unpack(told))
-        if found.judgement.ranks in turn.replayed:
-            return
-        turn.replayed.add(found.judgement.ranks)
         judgement = found.judgement
+        if judgement.ranks in turn.replayed:
+            return
+        turn.replayed.add(judgement.ranks)
         step = judgement.first_bad_step
+        assert step is not None
         self._record("integrity", event="replay_differed", step=step, ranks=list(judgement.ranks))
-        if turn.case is None:
+        if turn.case is None and turn.held is None:
             now_s = self._clock.now_s()
-            turn.began_s, turn.keys = now_s, ()
-            self._settle(turn, found, now_s)
+            turn.held = _Held(found, now_s, now_s + COMPARE_S + 2 * self._order_check(turn, step))
+
+    def _judge_replay(self, turn: _Turn, now_s: float) -> None:
+        held = turn.held
+        if held is None or turn.inquiry is not None:
+            return
+        step = held.found.judgement.first_bad_step
+        assert step is not None
+        has_compared = turn.newest is not None and turn.newest >= step
+        if turn.case is None and not (has_compared or turn.is_ending or now_s >= held.until_s):
+            return
+        turn.held = None
+        if turn.case is None:
+            turn.began_s, turn.keys = held.since_s, ()
+            self._settle(turn, held.found, now_s)
 
     def _settle(self, turn: _Turn, found: Found, now_s: float) -> None:
         """Tell what was found, and have it acted on."""

@@ -74,20 +74,20 @@ SAMPLE = Plan(
     "ddp3",
     "ddp",
     3,
-    42,
+    52,
     (
         Flip(1, 24, "update", "param", "first.weight", 70_000, 12, 24, 19),
         Flip(2, 31, "rest", "optim", EXP_AVG, 5, 20, 34, 29),
     ),
 )
-AT_REST = Plan("ddp3-rest", "ddp", 3, 32, (Flip(0, 24, "rest", "param", "head.bias", 0, 3, 25, 19),))
-TWO = Plan("ddp2", "ddp", 2, 32, (Flip(1, 24, "rest", "param", "second.bias", 7, 2, 25, 19),))
-SHARDED = Plan("fsdp4", "fsdp2", 4, 32, (Flip(2, 24, "rest", "param", "first.weight", 900, 17, 25, 19),))
+AT_REST = Plan("ddp3-rest", "ddp", 3, 42, (Flip(0, 24, "rest", "param", "head.bias", 0, 3, 25, 19),))
+TWO = Plan("ddp2", "ddp", 2, 42, (Flip(1, 24, "rest", "param", "second.bias", 7, 2, 25, 19),))
+SHARDED = Plan("fsdp4", "fsdp2", 4, 42, (Flip(2, 24, "rest", "param", "first.weight", 900, 17, 25, 19),))
 HYBRID = Plan(
     "hsdp4",
     "hsdp",
     4,
-    42,
+    72,
     (
         Flip(3, 24, "rest", "param", "first.weight", 900, 17, 25, 19),
         Flip(3, 31, "rest", "param", "first.weight", 900, 17, 34, 29, between=(1, 3)),

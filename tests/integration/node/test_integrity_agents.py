@@ -557,6 +557,10 @@ def test_a_gradient_that_two_ranks_find_wrong_is_told_by_any_node_and_goes_back_
     ranks[1].replays(ranks[2].rank, NEXT, 29, told=1, found=2)
     ranks[0].replays(ranks[2].rank, THIRD, 29, told=1, found=2)
     job.go_on()
+    assert not job.leader.cases, "wrong parameters would explain it: a check is asked for first"
+    (ordered,) = {order for agent in job.agents for order in agent.ordered}
+    job.check(ordered)
+    job.go_on()
     (case,) = job.leader.cases
     (finding,) = case.findings
     assert (finding.ranks, finding.gpus) == ((ranks[2].rank,), (f"GPU-{ranks[2].rank}",))
@@ -578,6 +582,7 @@ def test_where_nothing_from_before_is_left_it_goes_back_as_far_as_it_can_and_say
     leader.on_checkpoint("checkpoint_removed", None, str(job.root / "step_9"))
     job.ranks[1].replays(2, NEXT, 29, told=1, found=2)
     job.ranks[0].replays(2, THIRD, 29, told=1, found=2)
+    job.check(29)
     job.go_on()
     (case,) = job.leader.cases
     assert case.to == 24
@@ -590,6 +595,48 @@ def test_observed_only_nobody_is_stopped_and_the_same_rank_is_told_once(jobs: An
     for step in (29, 34):
         job.ranks[1].replays(2, NEXT, step, told=1, found=2)
         job.ranks[0].replays(2, THIRD, step, told=1, found=2)
+        job.check(step)
         job.go_on()
     assert not job.leader.cases
     assert len(job.leader.desk.reports) == 1
+
+
+def test_a_gradient_that_wrong_parameters_explain_is_put_down_to_them(jobs: Any) -> None:
+    job = jobs()
+    job.check(9)
+    job.leader.integrity.on_checkpoint("checkpoint_in_memory", 9, "")
+    job.go_on()
+    job.ranks[2].flip("b.weight", 5)
+    job.ranks[1].replays(2, NEXT, 14, told=1, found=2)
+    job.ranks[0].replays(2, THIRD, 14, told=1, found=2)
+    job.go_on(1.0)
+    job.check(14)
+    job.go_on()
+    (case,) = job.leader.cases
+    told = case.details["sdc"]
+    assert (told["ranks"], told["tensors"], told["moment"], case.to) == ([2], ["b.weight"], "after_step", 9)
+
+
+def test_without_a_check_a_wrong_gradient_is_told_after_a_while(jobs: Any) -> None:
+    job = jobs()
+    job.check(9)
+    job.go_on()
+    job.ranks[1].replays(2, NEXT, 14, told=1, found=2)
+    job.ranks[0].replays(2, THIRD, 14, told=1, found=2)
+    job.go_on(15.0)
+    assert not job.leader.cases
+    job.go_on(15.0)
+    (case,) = job.leader.cases
+    assert case.details["sdc"]["moment"] == "gradient"
+
+
+def test_a_wrong_gradient_of_an_attempt_that_ends_is_told_at_its_end(jobs: Any) -> None:
+    job = jobs()
+    job.check(9)
+    job.go_on()
+    job.ranks[1].replays(2, NEXT, 14, told=1, found=2)
+    job.ranks[0].replays(2, THIRD, 14, told=1, found=2)
+    job.go_on(1.0)
+    job.leader.integrity.end_attempt()
+    (report,) = job.leader.desk.reports
+    assert "wrong gradient in a.weight" in str(report)
