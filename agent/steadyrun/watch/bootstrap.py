@@ -164,9 +164,10 @@ class _Observers:
     def install(self, module: Any) -> None:
         """For ``torch.optim.optimizer``. What marks steps comes first, and what checks bytes last."""
         marks = self._marks
-        OptimizerSteps(marks, self._make_timing).install(module)
+        steps = OptimizerSteps(marks, self._make_timing)
+        steps.install(module)
         if self.before_first_update is not None:
-            _before_first_update(module, self.before_first_update)
+            steps.after_first_update = _before_first_update(module, self.before_first_update)
         if marks.is_active() and self._setup.sdc != 0:
             self._make_integrity(module)
         timing, integrity = self._timing, self.integrity
@@ -181,10 +182,12 @@ class _Observers:
             marks.observe(timed=checked, aside=saving)
             return
         timed, aside = timing.step_ends, timing.aside_begins
+        has_replays, is_explicit = replay is not None, marks.has_explicit_steps
 
         def both(step: int) -> None:
             timed(step)
-            checked(step)
+            if has_replays or is_explicit():  # else the optimizer's hook checks
+                checked(step)
 
         def both_aside(name: str) -> None:
             aside(name)
@@ -286,14 +289,21 @@ def _one_by_one(first: Callable[[int], None], second: Callable[[int], None]) -> 
     return both
 
 
-def _before_first_update(module: Any, call: Callable[[], None]) -> None:
+def _before_first_update(module: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Returns what takes the hook out again: not while torch is walking over the hooks before an update."""
     calls = [call]
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if calls:  # torch is walking over its hooks: this one cannot be taken out here
+        if calls:
             calls.pop()()
 
-    module.register_optimizer_step_pre_hook(hook)
+    handle = module.register_optimizer_step_pre_hook(hook)
+
+    def remove() -> None:
+        if not calls:
+            handle.remove()
+
+    return remove
 
 
 def _hook_imports(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import OrderedDict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
         def call_failed(self) -> None: ...
 
 
-__all__ = ["SLOT", "WatchedCall", "find_roots", "grad_nodes", "tree_of", "unwatch", "watch_calls"]
+__all__ = ["SLOT", "WatchedCall", "call_at_backward", "find_roots", "grad_tensors", "tree_of", "unwatch", "watch_calls"]
 
 SLOT = "_compiled_call_impl"
 _DEPTH = 2  # levels below a root at which the script may call modules itself: the networks of a GAN held in one module
 _MOST = 256  # modules watched while it is being learned which ones the script calls
-_MOST_NODES = 3
+_MOST_TENSORS = 3
+_OURS = -1  # the numbers of hooks that torch gives begin with 0
 
 
 class WatchedCall:
@@ -187,11 +189,10 @@ def is_script(module: Any) -> bool:
     return any(kind.__name__ == "ScriptModule" for kind in type(module).__mro__)
 
 
-def grad_nodes(output: Any, most: int = _MOST_NODES, depth: int = 3) -> list[Any]:
-    """The autograd nodes of the first few tensors in what a module returned."""
-    node = getattr(output, "grad_fn", None)
-    if node is not None:
-        return [node]
+def grad_tensors(output: Any, most: int = _MOST_TENSORS, depth: int = 3) -> list[Any]:
+    """The first few tensors in what a module returned that a backward can begin at."""
+    if getattr(output, "grad_fn", None) is not None:
+        return [output]
     if depth == 0 or hasattr(output, "shape"):
         return []
     if isinstance(output, dict):
@@ -202,9 +203,26 @@ def grad_nodes(output: Any, most: int = _MOST_NODES, depth: int = 3) -> list[Any
         items = [getattr(output, name, None) for name in list(output.__dataclass_fields__)[:8]]
     else:
         return []
-    nodes: list[Any] = []
+    tensors: list[Any] = []
     for item in items:
-        nodes += grad_nodes(item, most - len(nodes), depth - 1)
-        if len(nodes) >= most:
+        tensors += grad_tensors(item, most - len(tensors), depth - 1)
+        if len(tensors) >= most:
             break
-    return nodes
+    return tensors
+
+
+def call_at_backward(tensor: Any, call: Callable[[Any], None]) -> None:
+    """Have *call* called once the backward has come to *tensor*, before other hooks of it; it gets the gradient.
+
+    As ``Tensor.register_hook`` does it, but without the object that removes the hook again: with cold caches that is
+    half of the cost of a hook in a backward (15 us of 35). Hooks that the script adds later join it.
+    """
+    node = tensor.grad_fn
+    register = getattr(node, "_register_hook_dict", None)
+    if register is None or type(tensor) is not sys.modules["torch"].Tensor or tensor._backward_hooks is not None:
+        node.register_prehook(call)
+        return
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    hooks[_OURS] = call
+    tensor._backward_hooks = hooks
+    register(tensor)

@@ -294,12 +294,25 @@ class Integrity:
             del self._open[self._open.index(id(optimizer)) :]
         if self._open or self._marks.has_explicit_steps():
             return
+        step = self._marks.last_step()
+        if step is not None and self._is_uneventful(step):
+            if step != self._last_step and self._task() == -1:
+                self._last_step = step
+                self._note_step()
+            return
         if not self.is_between():
             self._words[self._base + S_HASH_STATE] = _ON if self._generation else _OFF
             return
-        step = self._marks.last_step()
         if step is not None and step != self._last_step:
             self._step_ends(step)
+
+    def _is_uneventful(self, step: int) -> bool:
+        """After most updates there is only the step to be noted, which is found out in a part of the time."""
+        if not self._generation or not self._steps or self._is_in_turn_or_asked_for(step):
+            return False
+        if self._waiting or self._orders or self._loaded is not None or self._guards.has_news:
+            return False
+        return not (self._before_check or self._after_check)
 
     def step_marked(self, step: int) -> None:
         """A step was marked, perhaps by the hook of an optimizer: then its update is not over."""

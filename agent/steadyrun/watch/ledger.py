@@ -132,17 +132,19 @@ class Ledger:
 
     def split(self, account: int) -> tuple[float, float, float, float]:
         """(own work, waiting for others, starved, CPU) of an account since the last ``clear``."""
-        at = account * _WORDS
-        wall_s, cpu_s, delay_s, waited_s, rests = self._totals[at : at + _WORDS]
+        totals, at = self._totals, account * _WORDS
+        wall_s, cpu_s = totals[at], totals[at + 1]
         if not wall_s:
-            return 0.0, 0.0, 0.0, 0.0
-        if account in self.blind:
+            return _NONE
+        is_blind = account in self.blind
+        if not is_blind and not totals[at + 4]:  # no rests: what most accounts of most steps are
+            own_s = min(wall_s, cpu_s)
+            return own_s, 0.0, wall_s - own_s, cpu_s
+        delay_s, waited_s = totals[at + 2], totals[at + 3]
+        if is_blind:
             own_s = min(cpu_s, wall_s)
             starved_s = min(delay_s, wall_s - own_s)
             return own_s, wall_s - own_s - starved_s, starved_s, cpu_s
-        if not rests:
-            own_s = min(cpu_s, wall_s)
-            return own_s, 0.0, wall_s - own_s, cpu_s
         own_s = min(max(wall_s - delay_s - waited_s, cpu_s), wall_s)
         waiting_s = min(waited_s, wall_s - own_s)
         return own_s, waiting_s, wall_s - own_s - waiting_s, cpu_s
@@ -163,3 +165,4 @@ def _always_more() -> Callable[[], int]:
 
 
 _NOTHING = (0.0,) * (ACCOUNTS * _WORDS)
+_NONE = (0.0, 0.0, 0.0, 0.0)

@@ -5,7 +5,7 @@ its peers, who wait in it. What tells is each rank's own work. Its edges:
 
 - forward begins when the script calls its model (``calls``). DDP waits for buffers before it calls the module inside,
   so with DDP forward begins there.
-- backward begins when autograd comes to the model's output (a pre-hook of that node), and its own work ends with the
+- backward begins when autograd comes to the model's output (a hook of it), and its own work ends with the
   last gradient: a callback queued in the engine at the beginning of a backward runs when all gradients are there,
   before those that DDP queues to wait for its reduction. One queued in that callback runs when backward ends.
 - the optimizer has torch's own global hooks. Between backward and it the gradients are clipped: counted with it.
@@ -33,7 +33,15 @@ import sys
 from _thread import get_ident
 from time import monotonic, thread_time
 
-from steadyrun.watch.calls import WatchedCall, find_roots, grad_nodes, parameters_of, unwatch, watch_calls
+from steadyrun.watch.calls import (
+    WatchedCall,
+    call_at_backward,
+    find_roots,
+    grad_tensors,
+    parameters_of,
+    unwatch,
+    watch_calls,
+)
 from steadyrun.watch.ledger import (
     AFTER,
     BACKWARD,
@@ -68,6 +76,7 @@ _LEARN = 3  # steps in which it is learned which modules the script calls
 _BLIND_STEPS = 10  # steps without a forward after which the model is looked for again
 _SEARCHES = 5
 _OPTIMIZERS = 16  # whose parameters tell which modules are trained
+_LEAST_COMPILE_S = 0.005  # a frame is never compiled in less
 _FRESH_S = 0.0001  # the optimizer has just ended: its last instant is the step's
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -160,8 +169,10 @@ class Timing:
             return
         if not self._optimizer_depth:
             ledger = self._ledger
-            assert ledger is not None
-            ledger.turn_to(OPTIMIZER)
+            if ledger.account == AFTER:
+                ledger.account = OPTIMIZER  # that is what it was: no clock has to be read
+            else:
+                ledger.turn_to(OPTIMIZER)
         self._optimizer_depth += 1
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -227,8 +238,8 @@ class Timing:
             self._is_broken = True
         self._forwards += 1
         try:
-            for node in grad_nodes(output):
-                node.register_prehook(self._backward_begins)
+            for tensor in grad_tensors(output):
+                call_at_backward(tensor, self._backward_begins)
         except Exception:
             self._is_broken = True
 
@@ -253,6 +264,8 @@ class Timing:
             self._engine.queue_callback(self._gradients_done)
         except Exception:
             self._is_broken = True
+
+    _backward_begins.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a saved output is not warned of it
 
     def _gradients_done(self) -> None:
         ledger = self._ledger
@@ -373,14 +386,16 @@ class Timing:
         now_s = ledger.at_s
         wall_s = now_s - self._began_s
         self._began_s = now_s
-        self._step_s += (wall_s - self._step_s) * (0.1 if self._step_s else 1.0)
+        longer_s = wall_s - self._step_s
+        self._step_s += longer_s * (0.1 if self._step_s else 1.0)
         flags = self._flags
         if self._steps <= _FIRST:
             flags |= TAG_FIRST
-        compiled = frames_compiled()
-        if compiled != self._compiled:
-            self._compiled = compiled
-            flags |= TAG_COMPILE
+        if longer_s > _LEAST_COMPILE_S:
+            compiled = frames_compiled()
+            if compiled != self._compiled:
+                self._compiled = compiled
+                flags |= TAG_COMPILE
         earlier, last = self._no_grad_before
         if self._no_grad > earlier and self._no_grad > last and self._steps > 1:
             flags |= TAG_EVALUATION

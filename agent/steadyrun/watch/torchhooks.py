@@ -43,6 +43,9 @@ class OptimizerSteps:
 
     Further optimizers (a GAN's second, one per parameter, the one inside a ZeroRedundancyOptimizer) only beat. When the
     first is gone, or has not stepped for a thousand steps of others, the next one seen marks.
+
+    Attributes:
+        after_first_update: called once.
     """
 
     def __init__(self, marks: Marks, timing: Callable[[Any], Timing | None] = lambda module: None) -> None:
@@ -53,6 +56,7 @@ class OptimizerSteps:
         self._marker: Callable[[], Any] = lambda: None  # a weak reference
         self._others = 0
         self._is_first = True
+        self.after_first_update: Callable[[], None] = lambda: None
 
     def install(self, module: Any) -> None:
         """Register with ``torch.optim.optimizer``."""
@@ -75,6 +79,7 @@ class OptimizerSteps:
         number = None
         if self._is_first:
             self._is_first = False
+            self.after_first_update()
             done = steps_in_state(optimizer)
             if done is not None and done > 0:
                 number = done - 1

@@ -256,6 +256,41 @@ print("fine")
     check_sums(timings)
 
 
+def test_hooks_of_the_script_at_an_output_do_what_they_did(start: Any) -> None:
+    timings = timings_of(
+        start,
+        """
+import warnings
+warnings.simplefilter("error")
+model = net()
+opt = torch.optim.SGD(model.parameters(), lr=0.0)
+for i in range(12):
+    out = model(x)
+    told = []
+    first = out.register_hook(lambda g: told.append("first"))
+    removed = out.register_hook(lambda g: told.append("removed"))
+    out.register_hook(lambda g: g * 0)
+    out.retain_grad()
+    removed.remove()
+    torch.save(out, io.BytesIO())
+    changed = model(x)
+    changed.mul_(2)
+    changed.register_hook(lambda g: told.append(float(g[0, 0])))
+    (out.sum() + changed.sum()).backward()
+    assert sorted(map(str, told)) == ["1.0", "first"], told
+    assert not out.grad.any()
+    assert model[0].weight.grad.any()
+    assert len(out._backward_hooks) <= 4
+    opt.step()
+    opt.zero_grad()
+    burn(0.002)
+print("fine")
+""",
+    )
+    assert all(seen(timings))
+    check_sums(timings)
+
+
 def test_models_are_copied_saved_scripted_and_freed_as_ever(start: Any) -> None:
     timings = timings_of(
         start,

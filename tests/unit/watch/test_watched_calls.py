@@ -21,7 +21,7 @@ from steadyrun.watch.calls import (
     SLOT,
     WatchedCall,
     find_roots,
-    grad_nodes,
+    grad_tensors,
     is_compiled,
     is_script,
     parameters_of,
@@ -283,23 +283,24 @@ class Output:
     logits: Any = None
 
 
-def test_the_nodes_of_what_a_model_returned_are_found() -> None:
+def test_the_tensors_of_what_a_model_returned_are_found() -> None:
     a, b = Tensor("a"), Tensor("b")
-    assert grad_nodes(a) == ["a"]
-    assert grad_nodes((a, [b])) == ["a", "b"]
-    assert grad_nodes({"x": {"y": a}, "z": b}) == ["a", "b"]
-    assert grad_nodes(Output(a, b)) == ["a", "b"]
+    assert grad_tensors(a) == [a]
+    assert grad_tensors((a, [b])) == [a, b]
+    assert grad_tensors({"x": {"y": a}, "z": b}) == [a, b]
+    assert grad_tensors(Output(a, b)) == [a, b]
 
 
-def test_what_has_no_gradient_has_no_node() -> None:
-    assert grad_nodes(Tensor()) == []
-    assert grad_nodes(("text", 5, None, Tensor(), {"a": Tensor()})) == []
+def test_what_has_no_gradient_is_left_out() -> None:
+    assert grad_tensors(Tensor()) == []
+    assert grad_tensors(("text", 5, None, Tensor(), {"a": Tensor()})) == []
 
 
-def test_only_the_first_few_nodes_are_asked_for() -> None:
-    assert grad_nodes([Tensor(i + 1) for i in range(8)]) == [1, 2, 3]
-    assert grad_nodes([Tensor(None)] * 8 + [Tensor("late")]) == []
+def test_only_the_first_few_tensors_are_asked_for() -> None:
+    many = [Tensor(i + 1) for i in range(8)]
+    assert grad_tensors(many) == many[:3]
+    assert grad_tensors([Tensor(None)] * 8 + [Tensor("late")]) == []
     nested: Any = Tensor("deep")
     for _ in range(4):
         nested = [nested]
-    assert grad_nodes(nested) == []
+    assert grad_tensors(nested) == []
