@@ -48,6 +48,7 @@ T = TypeVar("T")
 
 CLOSE_LIMIT_S: Final = 1800.0
 RESTORE_LIMIT_S: Final = 900.0
+_MOST_LOAD_THREADS: Final = 8
 _ARENA_LIMIT_S: Final = 30.0
 _GENERATION_BITS: Final = 16  # saves after one and the same step
 _BLOB_ROOM_BYTES: Final = 64 << 10
@@ -694,7 +695,7 @@ class Checkpointer:
         if view.state is not SlotState.SEALED or view.step != int(choice["step"]):
             raise SteadyrunError(f"the snapshot is of step {view.step} by now")
         blobs = [bytes(blob) for blob in slot.blobs()]
-        with Copier(arena) as copier:  # memory is pinned later, in the background
+        with Copier(arena, threads=_threads_of_a_load()) as copier:  # memory is pinned later, in the background
             copier.copy_out(slot, self._state.targets())
         for other in arena.slots:
             seen = other.view()
@@ -792,6 +793,15 @@ class Checkpointer:
         if self._said.get(topic) != reason:
             self._said[topic] = reason
             self._say(text)
+
+
+def _threads_of_a_load() -> int:
+    """No rank trains meanwhile: the ranks of the node share its processors, whatever torch computes with."""
+    try:
+        ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    except ValueError:
+        ranks = 1
+    return max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_LOAD_THREADS))
 
 
 def _unpickle(blob: bytes) -> Any:
