@@ -695,7 +695,7 @@ class Checkpointer:
         if view.state is not SlotState.SEALED or view.step != int(choice["step"]):
             raise SteadyrunError(f"the snapshot is of step {view.step} by now")
         blobs = [bytes(blob) for blob in slot.blobs()]
-        with Copier(arena, threads=_threads_of_a_load()) as copier:  # memory is pinned later, in the background
+        with Copier(arena, threads=threads_of_a_load()) as copier:  # memory is pinned later, in the background
             copier.copy_out(slot, self._state.targets())
         for other in arena.slots:
             seen = other.view()
@@ -795,7 +795,7 @@ class Checkpointer:
             self._say(text)
 
 
-def _threads_of_a_load() -> int:
+def threads_of_a_load() -> int:
     """No rank trains meanwhile: the ranks of the node share its processors, whatever torch computes with."""
     try:
         ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
