@@ -22,7 +22,7 @@ from steadyrun.ctl.main import main as steadyctl
 
 DEADLINE_S = 1500.0  # of the test that is first to ask for a plan
 EARLY, LATE = 25, 25  # steps by which the beginning that is told may be off
-WIDTH = 256
+WIDTH = 512  # a step then takes about 65 ms on two cores: as long as a small one does
 TOO_NOISY = 0.5  # of what a rank is slower by: with 20 busy processes on two cores equal ranks differ by 6 %
 
 WORKING = ("working",)

@@ -314,7 +314,8 @@ class Chart:
         if not high.any():
             return high
         worth = self.mean_excess >= WORTH * self.config.effect
-        return high & worth & (elapsed_s - self.first_s >= self.config.least_s)
+        lasts = (elapsed_s - self.first_s >= self.config.least_s) | (self.steps >= self.config.enough_steps)
+        return high & worth & lasts
 
     def forget(self, row: int, column: int) -> None:
         """The evidence of one: it counts from nothing again."""

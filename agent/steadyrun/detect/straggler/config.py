@@ -26,7 +26,8 @@ class StragglerConfig:
         bias_spread: how much healthy ranks differ by experience (standard deviation); weighs what was learned.
         false_alarm_steps: rank-steps between false alarms that noise alone may cause.
         least_steps: evidence is never complete with fewer slow steps: bursts pass.
-        least_s: nor with less time between its first step and now.
+        least_s: nor with less time between its first step and now,
+        enough_steps: unless it goes on for so many steps: those of quick jobs take hundredths of a second.
         warm_steps: first steps, looked at by nobody.
         learn_steps: steps after these that teach what is normal.
         least_reference: smallest reference value, in standard deviations.
@@ -47,6 +48,7 @@ class StragglerConfig:
     false_alarm_steps: float = 1e7
     least_steps: int = 17
     least_s: float = 2.0
+    enough_steps: int = 45
     warm_steps: int = 20
     learn_steps: int = 60
     least_reference: float = 0.25
@@ -73,7 +75,13 @@ class StragglerConfig:
         for name in ("own_bias", "forgetting", "bias_step", "node_share", "stage_imbalance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        for name, least in (("least_steps", 1), ("learn_steps", 3), ("warm_steps", 0), ("imbalance_steps", 1)):
+        for name, least in (
+            ("least_steps", 1),
+            ("learn_steps", 3),
+            ("warm_steps", 0),
+            ("imbalance_steps", 1),
+            ("enough_steps", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if self.false_alarm_steps < 100:

@@ -50,6 +50,7 @@ class PaceWatch:
             maxlen=KEPT
         )  # step, own work and what was withheld, that alone
         self._starving: dict[tuple[Any, ...], Alarm] = {}
+        self._explained: set[tuple[Any, ...]] = set()  # alarms of own work that starvation explains
 
     @property
     def steps(self) -> int:
@@ -77,6 +78,8 @@ class PaceWatch:
         in_all = np.where(frame.busy_s > 0, frame.busy_s + lost, frame.busy_s)
         self._withheld.append((frame.step, in_all, lost))
         on_top = self._with_waits.take(replace(frame, busy_s=in_all, probe_s=None))
+        self._explained.update(a.key for a in alarms if self._comes_of_starving(a))
+        alarms = [a for a in alarms if a.key not in self._explained]
         return alarms + [found for a in on_top if (found := self._starves(a)) is not None]
 
     def _starves(self, alarm: Alarm) -> Alarm | None:
@@ -92,6 +95,15 @@ class PaceWatch:
         self._starving[alarm.key] = found
         return found
 
+    def _comes_of_starving(self, alarm: Alarm) -> bool:
+        """Who is kept from a core finds the caches cold again and again: so its own work takes longer, too.
+
+        Should it stay so, the rank goes on to take longer in all, and its alarm stays open.
+        """
+        starving = {r for a in self._starving.values() for r in a.ranks}
+        is_told = alarm.kind is AlarmKind.RANK and starving.issuperset(alarm.ranks)
+        return is_told and self._withheld_share(alarm) >= LEAST
+
     def _withheld_share(self, alarm: Alarm) -> float:
         """Of the time that the alarm's ranks take longer than their peers, how much was withheld from them."""
         rows = [(busy, withheld) for step, busy, withheld in self._withheld if step >= alarm.first_step]
@@ -106,14 +118,18 @@ class PaceWatch:
 
     def open_alarms(self) -> list[Alarm]:
         """What is slow now, with present figures."""
-        return [*self._detector.open_alarms(), *self._of_starvation(self._second(Detector.open_alarms))]
+        own = [a for a in self._detector.open_alarms() if a.key not in self._explained]
+        return [*own, *self._of_starvation(self._second(Detector.open_alarms))]
 
     def take_closed(self) -> list[Alarm]:
         """Alarms that were found to be over since the last call."""
         over = list(self._of_starvation(self._second(Detector.take_closed)))
         for alarm in over:
             del self._starving[alarm.key]
-        return [*self._detector.take_closed(), *over]
+        closed = self._detector.take_closed()
+        own = [a for a in closed if a.key not in self._explained]
+        self._explained.difference_update([a.key for a in closed])
+        return [*own, *over]
 
     def _second(self, ask: Any) -> list[Alarm]:
         return [] if self._with_waits is None else ask(self._with_waits)

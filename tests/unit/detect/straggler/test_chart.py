@@ -189,7 +189,7 @@ def test_work_explains_unequal_times() -> None:
 def test_evidence_needs_its_time() -> None:
     logs = paces(200, 8)
     logs[60:, 3] += math.log(1.2)
-    slow_to_judge = StragglerConfig(warm_steps=2, learn_steps=12, least_s=60.0)
+    slow_to_judge = StragglerConfig(warm_steps=2, learn_steps=12, least_s=60.0, enough_steps=1000)
     found = run(Chart(slow_to_judge, [range(8)]), logs)
     assert 118 <= found[3] <= 122
 

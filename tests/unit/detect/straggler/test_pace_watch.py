@@ -154,3 +154,38 @@ def test_it_counts_steps_as_the_detector_does() -> None:
     run.go(5)
     assert (run.watch.steps, run.watch.last_step) == (5, 4)
     assert abs(run.watch.elapsed_s - 5 * STEP_S) < 1e-9
+
+
+def test_own_work_that_grows_with_cold_caches_is_part_of_the_starvation() -> None:
+    late = only([2], 1.5, last=400)
+    run = Watched(more=lambda rank, step: 0.5 if rank == 2 and BEGINS + 25 <= step <= 400 else 0.0, withheld=late)
+    found = run.go(400)
+    assert [(a.ranks, a.cause) for a in found] == [((2,), Cause.CPU_STARVED)]
+    assert len(run.watch.open_alarms()) == 1
+    assert not run.go(400)
+    assert [a.cause for a in run.closed] == [Cause.CPU_STARVED]
+    assert not run.watch.open_alarms()
+
+
+def test_who_works_more_when_a_starvation_ends_stays_named() -> None:
+    late = only([2], 1.5, last=400)
+    run = Watched(more=lambda rank, step: 0.5 if rank == 2 and step >= BEGINS + 25 else 0.0, withheld=late)
+    assert [a.cause for a in run.go(400)] == [Cause.CPU_STARVED]
+    run.go(400)
+    assert [a.ranks for a in run.watch.open_alarms()] == [(2,)]
+
+
+def test_a_quick_job_need_not_be_slow_for_seconds() -> None:
+    run = Watched(more=only([2], 0.3))
+    quick = run.frame
+
+    def frame() -> StepFrame:
+        made = quick()
+        wall_s = made.details.wall_s
+        assert wall_s is not None
+        wall_s[:] = 0.03  # 45 steps take 1.4 s
+        return made
+
+    run.frame = frame  # type: ignore[method-assign]
+    (alarm,) = run.go(BEGINS + 80)
+    assert BEGINS + 44 <= alarm.step <= BEGINS + 55
