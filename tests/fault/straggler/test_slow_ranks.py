@@ -64,7 +64,7 @@ STARVING = Plan(
 )
 PLANS = (SAMPLE, DDP, FSDP, STARVING)
 
-HEALTHY = (Plan("healthy-ddp", "pace_ddp.py", (), (WIDTH,)), Plan("healthy-fsdp", "pace_fsdp.py", (), (WIDTH,)))
+HEALTHY = (Plan("healthy-ddp", "pace_ddp.py", (), (256,)), Plan("healthy-fsdp", "pace_fsdp.py", (), (256,)))
 HEALTHY_STEPS = {"healthy-ddp": 2000, "healthy-fsdp": 600}
 
 
