@@ -21,8 +21,8 @@ from typing import Final
 
 import torch
 
-from steadyrun.integrity.coefficients import GOLDEN, LARGE, PER_BYTE, SMALL, signed
-from steadyrun.integrity.fingerprint import Hasher, leaves_in, mixed, plain
+from steadyrun.integrity.coefficients import LARGE, PER_BYTE, SMALL, signed
+from steadyrun.integrity.fingerprint import Hasher, leaves_in, mixed, owners_and_places, plain
 
 __all__ = ["Batch"]
 
@@ -42,20 +42,27 @@ class Batch:
         offsets: where each tensor's leaves begin in what ``leaves`` gives, and where the last one's end.
     """
 
-    __slots__ = ("_hasher", "_large_ones", "_lengths", "_owners", "_packs", "_places", "_sizes", "offsets")
+    __slots__ = (
+        "_empty_ones",
+        "_hasher",
+        "_large_ones",
+        "_lengths",
+        "_owners",
+        "_packs",
+        "_places",
+        "_sizes",
+        "offsets",
+    )
 
     def __init__(self, hasher: Hasher, sizes_bytes: Sequence[int]) -> None:
         self._hasher = hasher
         self._sizes = tuple(sizes_bytes)
         counts = torch.tensor([leaves_in(size) for size in self._sizes], dtype=torch.int64)
-        ends = counts.cumsum(0)
-        owners = torch.arange(len(self._sizes)).repeat_interleave(counts)
-        places = torch.arange(1, len(owners) + 1) - (ends - counts)[owners]
-        self.offsets: tuple[int, ...] = (0, *ends.tolist())
+        self.offsets: tuple[int, ...] = (0, *counts.cumsum(0).tolist())
         device = hasher.device
-        self._owners = owners.to(device)
-        self._places = places.mul_(signed(GOLDEN)).to(device)
+        self._owners, self._places = owners_and_places(counts, device)
         self._lengths = torch.tensor([signed(size * PER_BYTE) for size in self._sizes], dtype=torch.int64).to(device)
+        self._empty_ones = [number for number, size in enumerate(self._sizes) if not size]
         self._large_ones = [number for number, size in enumerate(self._sizes) if size > _SHORT_BYTES]
         self._packs: list[_TinyPack | _ShortPack] = []
         tiny = [number for number, size in enumerate(self._sizes) if 0 < size <= _TINY_BYTES]
@@ -77,6 +84,10 @@ class Batch:
 
         Raises as ``Hasher.fingerprint``.
         """
+        for number in self._empty_ones:
+            tensor = tensors[number]
+            if tensor is None or plain(tensor).numel():
+                return None
         result = torch.zeros(self.offsets[-1], dtype=torch.int64, device=self._hasher.device)
         with torch.no_grad():
             for number in self._large_ones:
@@ -90,11 +101,7 @@ class Batch:
             for pack in self._packs:
                 if not pack.leaves_into(tensors, result):
                     return None
-        is_gone = any(
-            tensor is None or (not size and plain(tensor).numel())
-            for tensor, size in zip(tensors, self._sizes, strict=True)
-        )
-        return None if is_gone else result
+        return result
 
     def roots(self, leaves: torch.Tensor) -> torch.Tensor:
         """What ``Hasher.roots`` gives for these tensors, from their leaves."""

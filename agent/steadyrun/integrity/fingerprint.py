@@ -63,7 +63,18 @@ from steadyrun.integrity.coefficients import (
 )
 from steadyrun.integrity.roots import merge, root_of
 
-__all__ = ["Fingerprint", "Hasher", "Running", "fingerprint", "leaves_in", "merge", "mixed", "plain", "root_of"]
+__all__ = [
+    "Fingerprint",
+    "Hasher",
+    "Running",
+    "fingerprint",
+    "leaves_in",
+    "merge",
+    "mixed",
+    "owners_and_places",
+    "plain",
+    "root_of",
+]
 
 # On a CPU a leaf at a time becomes float64: 512 KiB stay in the caches, and two calls of torch (3 us each) are small
 # beside the work on it. The partial sums of so many leaves meet the large factors at once.
@@ -157,11 +168,8 @@ class Hasher:
         roots = torch.tensor(lengths, dtype=torch.int64).to(self._device)
         parts = [self.leaves(local) for local in locals_]
         if parts:
-            counts = torch.tensor([len(part) for part in parts])
-            owners = torch.arange(len(parts)).repeat_interleave(counts)
-            places = torch.arange(1, len(owners) + 1) - (counts.cumsum(0) - counts)[owners]
-            at = places.mul_(signed(GOLDEN)).to(self._device)
-            roots.index_add_(0, owners.to(self._device), mixed(torch.cat(parts).add_(at)))
+            owners, places = owners_and_places(torch.tensor([len(part) for part in parts]), self._device)
+            roots.index_add_(0, owners, mixed(torch.cat(parts).add_(places)))
         return roots
 
     def leaves(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -354,6 +362,13 @@ def fingerprint(data: torch.Tensor | bytes | bytearray | memoryview, hasher: Has
     running = Running(hasher)
     running.update(data)
     return running.fingerprint()
+
+
+def owners_and_places(counts: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the leaves of tensors that have *counts* of them: whose each is, and what its place there adds to it."""
+    owners = torch.arange(len(counts)).repeat_interleave(counts)
+    places = torch.arange(1, len(owners) + 1) - (counts.cumsum(0) - counts)[owners]
+    return owners.to(device), places.mul_(signed(GOLDEN)).to(device)
 
 
 def leaves_in(size_bytes: int) -> int:

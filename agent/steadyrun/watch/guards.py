@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 from math import isfinite
-from time import monotonic_ns, thread_time_ns
 
 from steadyrun.core.guards import LOSS, NORM, Window, write_signal
+from steadyrun.watch.stopwatch import Stopwatch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Guards:
             self._measure(step, optimizer, names)
 
     def _measure(self, step: int, optimizer: Any, names: Callable[[], dict[int, str]]) -> None:
-        began_ns, cpu_ns = monotonic_ns(), thread_time_ns()
+        watch = Stopwatch()
         held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [getattr(g, "_local_tensor", g) for _, g in held]
         device = gradients[0].device if gradients else None
@@ -90,8 +90,7 @@ class Guards:
             value = _Value(step, NORM, torch.linalg.vector_norm(norms), clock)
         if clock is not None:
             clock[1].record(torch.cuda.current_stream(device))
-        threads = max(int(torch.get_num_threads()), 1)
-        value.host_ns = min(monotonic_ns() - began_ns, (thread_time_ns() - cpu_ns) * threads)
+        value.host_ns = watch.ns()
         value.parts = (norms, [id(p) for p, _ in held], names)
         self._put(value)
 

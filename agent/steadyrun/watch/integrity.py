@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import sys
 from _thread import allocate_lock, get_ident
-from time import monotonic_ns, thread_time_ns
+from time import monotonic_ns
 
 from steadyrun.core.layout import (
     H_CHECK_AT,
@@ -42,6 +42,7 @@ from steadyrun.watch.calls import find_roots
 from steadyrun.watch.files import write_whole
 from steadyrun.watch.guards import Guards
 from steadyrun.watch.slot import move_high
+from steadyrun.watch.stopwatch import Stopwatch
 from steadyrun.watch.torchhooks import is_initialisation, uncompiled
 
 TYPE_CHECKING = False
@@ -364,7 +365,7 @@ class Integrity:
                 if self._guards.has_news:
                     self._guards.settle()
                 if self._is_due(step):
-                    watch = _Stopwatch()
+                    watch = Stopwatch()
                     self._renew()
                     self._aside_ns += watch.ns()
                     self._check(_AFTER, step)
@@ -541,7 +542,7 @@ class Integrity:
         self._tell(kept)
 
     def _hash(self, moment: int, step: int) -> _Kept | None:
-        watch = _Stopwatch()
+        watch = Stopwatch()
         parts = []
         for batch in self._batches:
             part = batch.ask([self._sources[i].read() for i in batch.numbers])
@@ -568,7 +569,7 @@ class Integrity:
 
         assert self._ring is not None
         cost_ns = kept.cost_ns() + self._aside_ns
-        watch = _Stopwatch()
+        watch = Stopwatch()
         roots = kept.roots()
         self._ring.put(kept.plan.generation, kept.step, kept.moment, kept.at_ns, cost_ns, roots)
         self._kept = [*self._kept[1 - KEPT_CHECKS :], kept]
@@ -678,23 +679,6 @@ class Integrity:
                     if sum(len(c["bytes"]) for c in self._captures) < _CAPTURE_BYTES:
                         text = b2a_base64(data, newline=False).decode()
                         self._captures.append({"tensor": name, "step": step, "leaf": leaf, "bytes": text})
-
-
-class _Stopwatch:
-    """How long this thread has worked since this was made.
-
-    Waiting for a core is no cost of ours: of a thread alone its CPU time counts, with n threads n times that,
-    and never more than the wall's time.
-    """
-
-    __slots__ = ("_cpu_ns", "began_ns")
-
-    def __init__(self) -> None:
-        self.began_ns, self._cpu_ns = monotonic_ns(), thread_time_ns()
-
-    def ns(self) -> int:
-        most_ns = (thread_time_ns() - self._cpu_ns) * max(int(sys.modules["torch"].get_num_threads()), 1)
-        return min(monotonic_ns() - self.began_ns, most_ns)
 
 
 class _Kept:

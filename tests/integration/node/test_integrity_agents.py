@@ -211,6 +211,11 @@ class Job:
         for rank in self.ranks:
             rank.check(step)
 
+    def find_wrong_gradient(self, step: int) -> None:
+        """Two ranks of the first node say that of rank 2."""
+        self.ranks[1].replays(2, NEXT, step, told=1, found=2)
+        self.ranks[0].replays(2, THIRD, step, told=1, found=2)
+
     def rest(self, step: int) -> None:
         for rank in self.ranks:
             rank.rest(step)
@@ -580,8 +585,7 @@ def test_where_nothing_from_before_is_left_it_goes_back_as_far_as_it_can_and_say
         leader.on_checkpoint("checkpoint_committed", step, str(job.root / f"step_{step}"))
         job.go_on()
     leader.on_checkpoint("checkpoint_removed", None, str(job.root / "step_9"))
-    job.ranks[1].replays(2, NEXT, 29, told=1, found=2)
-    job.ranks[0].replays(2, THIRD, 29, told=1, found=2)
+    job.find_wrong_gradient(29)
     job.check(29)
     job.go_on()
     (case,) = job.leader.cases
@@ -593,8 +597,7 @@ def test_observed_only_nobody_is_stopped_and_the_same_rank_is_told_once(jobs: An
     job = jobs(mode=Mode.OBSERVE)
     job.check(9)
     for step in (29, 34):
-        job.ranks[1].replays(2, NEXT, step, told=1, found=2)
-        job.ranks[0].replays(2, THIRD, step, told=1, found=2)
+        job.find_wrong_gradient(step)
         job.check(step)
         job.go_on()
     assert not job.leader.cases
@@ -607,8 +610,7 @@ def test_a_gradient_that_wrong_parameters_explain_is_put_down_to_them(jobs: Any)
     job.leader.integrity.on_checkpoint("checkpoint_in_memory", 9, "")
     job.go_on()
     job.ranks[2].flip("b.weight", 5)
-    job.ranks[1].replays(2, NEXT, 14, told=1, found=2)
-    job.ranks[0].replays(2, THIRD, 14, told=1, found=2)
+    job.find_wrong_gradient(14)
     job.go_on(1.0)
     job.check(14)
     job.go_on()
@@ -617,12 +619,16 @@ def test_a_gradient_that_wrong_parameters_explain_is_put_down_to_them(jobs: Any)
     assert (told["ranks"], told["tensors"], told["moment"], case.to) == ([2], ["b.weight"], "after_step", 9)
 
 
-def test_without_a_check_a_wrong_gradient_is_told_after_a_while(jobs: Any) -> None:
+def with_wrong_gradient(jobs: Any) -> Any:
     job = jobs()
     job.check(9)
     job.go_on()
-    job.ranks[1].replays(2, NEXT, 14, told=1, found=2)
-    job.ranks[0].replays(2, THIRD, 14, told=1, found=2)
+    job.find_wrong_gradient(14)
+    return job
+
+
+def test_without_a_check_a_wrong_gradient_is_told_after_a_while(jobs: Any) -> None:
+    job = with_wrong_gradient(jobs)
     job.go_on(15.0)
     assert not job.leader.cases
     job.go_on(15.0)
@@ -631,11 +637,7 @@ def test_without_a_check_a_wrong_gradient_is_told_after_a_while(jobs: Any) -> No
 
 
 def test_a_wrong_gradient_of_an_attempt_that_ends_is_told_at_its_end(jobs: Any) -> None:
-    job = jobs()
-    job.check(9)
-    job.go_on()
-    job.ranks[1].replays(2, NEXT, 14, told=1, found=2)
-    job.ranks[0].replays(2, THIRD, 14, told=1, found=2)
+    job = with_wrong_gradient(jobs)
     job.go_on(1.0)
     job.leader.integrity.end_attempt()
     (report,) = job.leader.desk.reports
