@@ -77,23 +77,25 @@ class EvidenceServer:
             return
         self._is_started = True
         try:
-            with_signals_blocked(lambda: start_new_thread(self._serve, ()))
-        except RuntimeError:
-            return
+            # Here, and not in the thread: a fork of the main thread then always finds it, to give it up in the child.
+            self._listening = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+            with_signals_blocked(lambda: start_new_thread(self._serve, (self._listening,)))
+        except (OSError, RuntimeError):
+            self.forked()
 
     def forked(self) -> None:
-        """In a forked child: the parent answers, so the child gives up its copy of the socket."""
+        """Give up the socket; in a forked child that is a copy, and the parent goes on answering."""
         listening, self._listening = self._listening, None
         if listening is not None:
             listening.close()
 
-    def _serve(self) -> None:
+    def _serve(self, listening: Any) -> None:
         try:
-            self._listen()
+            self._listen(listening)
             while self._listening is not None:
                 self._flight.look()
                 try:
-                    fd, _ = self._listening._accept()
+                    fd, _ = listening._accept()
                 except TimeoutError:
                     continue
                 client = _socket.socket(fileno=fd)
@@ -104,8 +106,7 @@ class EvidenceServer:
         except Exception:  # the script must not see an error of ours; the agent has other ways
             self.forked()
 
-    def _listen(self) -> None:
-        listening = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    def _listen(self, listening: Any) -> None:
         path, folder = reachable(self._rank_dir, "evidence.sock")
         try:
             if os.path.lexists(path):
@@ -117,7 +118,6 @@ class EvidenceServer:
                 os.close(folder)
         listening.listen(4)
         listening.settimeout(_LOOK_S if self._flight.is_on else None)
-        self._listening = listening
 
     def _answer(self, client: Any) -> None:
         try:
