@@ -4,13 +4,17 @@ On hosts with fewer cores than busy threads a rank's own work takes as long as t
 between ranks than their work does. So own work is told without the time for which a core was waited for, and compared
 alone. What was withheld comes on top of it in a second comparison, with its own idea of what is normal: who is slow
 only there starves.
+
+Slight differences of own work are held back until they grow. On shared cores those are some percent that come and go
+also between healthy ranks, as who shares cores shares their caches, too; and anywhere what is next to nothing in a step
+that goes by with waiting, as who waited for long finds its caches cold.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,9 +26,32 @@ from steadyrun.detect.straggler.records import Alarm, AlarmKind, Cause, Floats, 
 
 __all__ = ["PaceWatch"]
 
-KEPT: Final = 128  # steps of which it is known what was withheld
+KEPT: Final = 128  # steps
 LEAST: Final = 0.5  # of a slow rank's extra time was withheld: it starves
 FEWEST: Final = 5
+SHARED: Final = 0.05  # of all ranks' time withheld: their caches are shared with whoever had the core
+SLIGHT: Final = 0.06  # own work longer by less is told only where ranks have their cores for themselves
+SLIGHT_IN_STEP: Final = 0.005  # of the step: what own work takes longer is told if it is more
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A step: times in seconds, [ranks].
+
+    Attributes:
+        own_s: own work, NaN or 0 where it is not known.
+        wall_s: of the whole step, or None.
+        lost_s: what was withheld; 0 where nothing is known of it.
+    """
+
+    step: int
+    own_s: Floats
+    wall_s: Floats | None
+    lost_s: Floats
+
+    @property
+    def in_all_s(self) -> Floats:
+        return np.where(self.own_s > 0, self.own_s + self.lost_s, self.own_s)
 
 
 class PaceWatch:
@@ -46,11 +73,11 @@ class PaceWatch:
         keys = [roles[r].key if roles and r in roles else () for r in range(world_size)]
         self._peers = {key: [r for r in range(world_size) if keys[r] == key] for key in set(keys)}
         self._keys = keys
-        self._withheld: deque[tuple[int, Floats, Floats]] = deque(
-            maxlen=KEPT
-        )  # step, own work and what was withheld, that alone
+        self._rows: deque[_Row] = deque(maxlen=KEPT)
         self._starving: dict[tuple[Any, ...], Alarm] = {}
         self._explained: set[tuple[Any, ...]] = set()  # alarms of own work that starvation explains
+        self._shared = 0.0  # share of all ranks' time that was withheld lately
+        self._slight: set[tuple[Any, ...]] = set()  # those held back as slight
 
     @property
     def steps(self) -> int:
@@ -68,19 +95,28 @@ class PaceWatch:
     def take(self, frame: StepFrame) -> list[Alarm]:
         """Alarms that this step completes."""
         withheld = frame.details.starved_s
-        alarms = self._detector.take(frame)
-        if self._with_waits is None:
-            if withheld is None or not (withheld > 0).any():
-                return alarms
-            config, roles, world_size, nodes = self._start
-            self._with_waits = Detector(config, roles, world_size, nodes=nodes)
         lost = np.zeros(len(frame.busy_s)) if withheld is None else np.maximum(np.nan_to_num(withheld), 0.0)
-        in_all = np.where(frame.busy_s > 0, frame.busy_s + lost, frame.busy_s)
-        self._withheld.append((frame.step, in_all, lost))
-        on_top = self._with_waits.take(replace(frame, busy_s=in_all, probe_s=None))
+        row = _Row(frame.step, frame.busy_s, frame.details.wall_s, lost)
+        self._rows.append(row)
+        alarms = self._detector.take(frame)
+        on_top = self._take_with_waits(frame, row)
         self._explained.update(a.key for a in alarms if self._comes_of_starving(a))
         alarms = [a for a in alarms if a.key not in self._explained]
+        alarms = [*self._no_longer_slight(), *(a for a in alarms if not self._holds_back(a))]
         return alarms + [found for a in on_top if (found := self._starves(a)) is not None]
+
+    def _take_with_waits(self, frame: StepFrame, row: _Row) -> list[Alarm]:
+        """Of the second detector, which begins with the first step in which anything was withheld."""
+        config, roles, world_size, nodes = self._start
+        if self._with_waits is None:
+            if not row.lost_s.any():
+                return []
+            self._with_waits = Detector(config, roles, world_size, nodes=nodes)
+        in_all = row.in_all_s
+        total_s = float(np.nansum(in_all))
+        if total_s > 0:
+            self._shared += config.forgetting * (float(row.lost_s.sum()) / total_s - self._shared)
+        return self._with_waits.take(replace(frame, busy_s=in_all, probe_s=None))
 
     def _starves(self, alarm: Alarm) -> Alarm | None:
         """*alarm* of the second detector as one of starvation; None where that is not what it is."""
@@ -104,21 +140,58 @@ class PaceWatch:
         is_told = alarm.kind is AlarmKind.RANK and starving.issuperset(alarm.ranks)
         return is_told and self._withheld_share(alarm) >= LEAST
 
+    def _holds_back(self, alarm: Alarm) -> bool:
+        """Whether *alarm*, a new one, is left untold for now."""
+        if not self._is_slight(alarm):
+            return False
+        self._slight.add(alarm.key)
+        return True
+
+    def _no_longer_slight(self) -> list[Alarm]:
+        if not self._slight:
+            return []
+        found = [a for a in self._detector.open_alarms() if a.key in self._slight and not self._is_slight(a)]
+        self._slight.difference_update([a.key for a in found])
+        return found
+
+    def _is_slight(self, alarm: Alarm) -> bool:
+        """By its present figures; the alarms of nodes and groups rest on many ranks, those without peers on a habit."""
+        if alarm.kind is not AlarmKind.RANK or not alarm.peers:
+            return False
+        on_shared_cores = alarm.slowdown < SLIGHT and self._shared >= SHARED
+        return on_shared_cores or self._share_of_step(alarm) < SLIGHT_IN_STEP
+
+    def _share_of_step(self, alarm: Alarm) -> float:
+        """What the rank's own work takes longer, as a share of its steps; 1 where those are not known."""
+        rank = alarm.ranks[0]
+        rows = [
+            (row.own_s[rank], row.wall_s[rank])
+            for row in self._since(alarm)
+            if row.wall_s is not None and row.own_s[rank] > 0 and row.wall_s[rank] > 0
+        ]
+        if not rows:
+            return 1.0
+        own_s, wall_s = np.median(np.array(rows), axis=0)
+        return float(min(1.0, own_s / wall_s) * alarm.slowdown / (1 + alarm.slowdown))
+
+    def _since(self, alarm: Alarm) -> list[_Row]:
+        return [row for row in self._rows if row.step >= alarm.first_step]
+
     def _withheld_share(self, alarm: Alarm) -> float:
         """Of the time that the alarm's ranks take longer than their peers, how much was withheld from them."""
-        rows = [(busy, withheld) for step, busy, withheld in self._withheld if step >= alarm.first_step]
+        rows = self._since(alarm)
         if len(rows) < FEWEST:
             return 0.0
         ranks = list(alarm.ranks)
         peers = [r for r in self._peers[self._keys[ranks[0]]] if r not in alarm.ranks]
         if not peers:
             return 0.0
-        extra = [_over(np.stack([row[which] for row in rows]), ranks, peers) for which in (0, 1)]
-        return extra[1] / extra[0] if extra[0] > 0 else 0.0
+        extra_s = _over(np.stack([row.in_all_s for row in rows]), ranks, peers)
+        return _over(np.stack([row.lost_s for row in rows]), ranks, peers) / extra_s if extra_s > 0 else 0.0
 
     def open_alarms(self) -> list[Alarm]:
         """What is slow now, with present figures."""
-        own = [a for a in self._detector.open_alarms() if a.key not in self._explained]
+        own = [a for a in self._detector.open_alarms() if self._is_told(a)]
         return [*own, *self._of_starvation(self._second(Detector.open_alarms))]
 
     def take_closed(self) -> list[Alarm]:
@@ -127,9 +200,13 @@ class PaceWatch:
         for alarm in over:
             del self._starving[alarm.key]
         closed = self._detector.take_closed()
-        own = [a for a in closed if a.key not in self._explained]
-        self._explained.difference_update([a.key for a in closed])
+        own = [a for a in closed if self._is_told(a)]
+        for untold in (self._explained, self._slight):
+            untold.difference_update([a.key for a in closed])
         return [*own, *over]
+
+    def _is_told(self, alarm: Alarm) -> bool:
+        return alarm.key not in self._explained and alarm.key not in self._slight
 
     def _second(self, ask: Any) -> list[Alarm]:
         return [] if self._with_waits is None else ask(self._with_waits)

@@ -175,6 +175,24 @@ def test_who_works_more_when_a_starvation_ends_stays_named() -> None:
     assert [a.ranks for a in run.watch.open_alarms()] == [(2,)]
 
 
+def test_what_is_next_to_nothing_in_a_step_of_waiting_is_told_once_it_counts() -> None:
+    run = Watched(more=only([2], 0.3))
+    plain = run.frame
+
+    def frame() -> StepFrame:
+        made = plain()
+        assert made.details.wall_s is not None
+        if BEGINS <= run.step < 400:
+            made.details.wall_s[:] = 10.0  # of 0.1 s of own work 0.03 s more: 0.3 % of the step
+        return made
+
+    run.frame = frame  # type: ignore[method-assign]
+    assert not run.go(400)
+    assert not run.watch.open_alarms()
+    (alarm,) = run.go(200)
+    assert (alarm.ranks, alarm.first_step) == ((2,), BEGINS)
+
+
 def test_a_quick_job_need_not_be_slow_for_seconds() -> None:
     run = Watched(more=only([2], 0.3))
     quick = run.frame
@@ -189,3 +207,36 @@ def test_a_quick_job_need_not_be_slow_for_seconds() -> None:
     run.frame = frame  # type: ignore[method-assign]
     (alarm,) = run.go(BEGINS + 80)
     assert BEGINS + 44 <= alarm.step <= BEGINS + 55
+
+
+def all_lose(share: float, last: int = 1 << 60) -> Amount:
+    return lambda rank, step: share if step <= last else 0.0
+
+
+def test_on_shared_cores_a_slight_difference_is_not_told_unless_it_grows() -> None:
+    def more(rank: int, step: int) -> float:
+        return 0.0 if rank != 2 or step < BEGINS else 0.04 if step < 600 else 0.12
+
+    run = Watched(more=more, withheld=all_lose(0.4))
+    assert not run.go(600)
+    assert not run.watch.open_alarms()
+    (alarm,) = run.go(100)
+    assert alarm.ranks == (2,)
+    assert alarm.slowdown >= 0.06
+    assert [a.key for a in run.watch.open_alarms()] == [alarm.key]
+    assert not run.go(200)
+
+
+def test_a_slight_difference_is_told_once_the_ranks_have_their_cores() -> None:
+    run = Watched(more=only([2], 0.04), withheld=all_lose(0.4, last=600))
+    assert not run.go(600)
+    (alarm,) = run.go(400)
+    assert (alarm.ranks, alarm.kind) == ((2,), AlarmKind.RANK)
+    assert 0.03 < alarm.slowdown < 0.05
+
+
+def test_a_slight_difference_that_goes_away_was_never_told() -> None:
+    run = Watched(more=only([2], 0.04, last=500), withheld=all_lose(0.4))
+    assert not run.go(1000)
+    assert not run.closed
+    assert not run.watch.open_alarms()
