@@ -31,6 +31,7 @@ LEAST: Final = 0.5  # of a slow rank's extra time was withheld: it starves
 FEWEST: Final = 5
 SHARED: Final = 0.05  # of all ranks' time withheld: their caches are shared with whoever had the core
 SLIGHT: Final = 0.06  # own work longer by less is told only where ranks have their cores for themselves
+SLIGHT_ALIKE: Final = 0.15  # the same where all phases take longer alike: that is what a neighbour's caches do
 SLIGHT_IN_STEP: Final = 0.005  # of the step: what own work takes longer is told if it is more
 
 
@@ -158,7 +159,8 @@ class PaceWatch:
         """By its present figures; the alarms of nodes and groups rest on many ranks, those without peers on a habit."""
         if alarm.kind is not AlarmKind.RANK or not alarm.peers:
             return False
-        on_shared_cores = alarm.slowdown < SLIGHT and self._shared >= SHARED
+        slight = SLIGHT_ALIKE if alarm.cause is Cause.WHOLE else SLIGHT
+        on_shared_cores = alarm.slowdown < slight and self._shared >= SHARED
         return on_shared_cores or self._share_of_step(alarm) < SLIGHT_IN_STEP
 
     def _share_of_step(self, alarm: Alarm) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import pytest
 
 from steadyrun.core.timing import Role
 from steadyrun.detect.straggler import Alarm, AlarmKind, Cause, PaceWatch, StepDetails, StepFrame, StragglerConfig
@@ -29,7 +30,10 @@ class Watched:
         withheld: Amount | None = nothing,
         roles: Mapping[int, Role] | None = None,
         nodes: Mapping[int, str] | None = None,
+        phase: str | None = None,
     ) -> None:
+        """*phase* is what takes longer; None: all phases alike."""
+        self.phase = phase
         self.watch = PaceWatch(StragglerConfig(), roles, ranks, nodes=nodes)
         self.ranks, self.more, self.withheld = ranks, more, withheld
         self.random = np.random.default_rng(8)
@@ -53,14 +57,18 @@ class Watched:
 
     def frame(self) -> StepFrame:
         more = np.array([self.more(r, self.step) for r in range(self.ranks)])
-        own = OWN_S * (1 + more) * np.exp(self.random.normal(0.0, 0.01, self.ranks))
-        phases = {"forward_s": 0.4 * own, "optimizer_s": 0.1 * own, "data_s": 0.1 * own}
+        noise = np.exp(self.random.normal(0.0, 0.01, self.ranks))
+        own, plain = OWN_S * (1 + more) * noise, OWN_S * noise
+        alike = plain if self.phase else own
+        phases = {"forward_s": 0.4 * alike, "optimizer_s": 0.1 * alike, "data_s": 0.1 * alike}
+        if self.phase:
+            phases[f"{self.phase}_s"] = phases[f"{self.phase}_s"] + own - plain
         starved = None
         if self.withheld is not None:
             told = np.array([self.withheld(r, self.step) for r in range(self.ranks)])
             starved = OWN_S * (told + np.where(told >= 0, 0.03, 0.0) * self.random.uniform(0.8, 1.2, self.ranks))
         details = StepDetails(
-            wall_s=np.full(self.ranks, STEP_S), backward_s=0.4 * own, cpu_s=own.copy(), starved_s=starved, **phases
+            wall_s=np.full(self.ranks, STEP_S), backward_s=0.4 * alike, cpu_s=own.copy(), starved_s=starved, **phases
         )
         return StepFrame(self.step, own, details=details)
 
@@ -213,22 +221,25 @@ def all_lose(share: float, last: int = 1 << 60) -> Amount:
     return lambda rank, step: share if step <= last else 0.0
 
 
-def test_on_shared_cores_a_slight_difference_is_not_told_unless_it_grows() -> None:
+@pytest.mark.parametrize(("phase", "slight", "least"), [("forward", 0.04, 0.06), (None, 0.10, 0.15)])
+def test_on_shared_cores_a_slight_difference_is_not_told_unless_it_grows(
+    phase: str | None, slight: float, least: float
+) -> None:
     def more(rank: int, step: int) -> float:
-        return 0.0 if rank != 2 or step < BEGINS else 0.04 if step < 600 else 0.12
+        return 0.0 if rank != 2 or step < BEGINS else slight if step < 600 else 3 * slight
 
-    run = Watched(more=more, withheld=all_lose(0.4))
+    run = Watched(more=more, withheld=all_lose(0.4), phase=phase)
     assert not run.go(600)
     assert not run.watch.open_alarms()
     (alarm,) = run.go(100)
-    assert alarm.ranks == (2,)
-    assert alarm.slowdown >= 0.06
+    assert (alarm.ranks, alarm.phase) == ((2,), phase)
+    assert alarm.slowdown >= least
     assert [a.key for a in run.watch.open_alarms()] == [alarm.key]
     assert not run.go(200)
 
 
 def test_a_slight_difference_is_told_once_the_ranks_have_their_cores() -> None:
-    run = Watched(more=only([2], 0.04), withheld=all_lose(0.4, last=600))
+    run = Watched(more=only([2], 0.04), withheld=all_lose(0.4, last=600), phase="forward")
     assert not run.go(600)
     (alarm,) = run.go(400)
     assert (alarm.ranks, alarm.kind) == ((2,), AlarmKind.RANK)
@@ -236,7 +247,7 @@ def test_a_slight_difference_is_told_once_the_ranks_have_their_cores() -> None:
 
 
 def test_a_slight_difference_that_goes_away_was_never_told() -> None:
-    run = Watched(more=only([2], 0.04, last=500), withheld=all_lose(0.4))
+    run = Watched(more=only([2], 0.04, last=500), withheld=all_lose(0.4), phase="forward")
     assert not run.go(1000)
     assert not run.closed
     assert not run.watch.open_alarms()
