@@ -1,7 +1,9 @@
 """The rank of inrank.py: does what it is told through a FIFO and writes the durations down.
 
 Commands, one a line: ``measure N GAP_S`` times each operation N times, each after GAP_S of other work (0: one after the
-other); ``calls N`` does each operation N times between two marks that strace can see; ``end``.
+other); ``pairs N GAP_S WORK`` times a training step N times as it is and N times with all of steadyrun that it goes
+through taken out, in random turns, each after GAP_S of WORK; ``calls N`` does each operation N times between two marks
+that strace can see; ``end``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import importlib
 import json
 import mmap
 import os
+import random
 import struct
 import time
 from collections.abc import Callable
@@ -20,7 +23,7 @@ EVENTS = os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY | os.O_APPEND | os.O_CR
 SIDE = os.environ["BENCH_SIDE"]
 Operation = Callable[[], object]
 OTHER_WORK_BYTES = 32 << 20  # copied in some milliseconds; more than the caches hold
-TRAINING_STEP = "step of a tiny model"  # ours less outside: what marking and timing a step costs
+TRAINING_STEP = "step of a tiny model"
 
 
 def tell(kind: str, **more: object) -> None:
@@ -37,6 +40,19 @@ def floor_operations() -> dict[str, Operation]:
         record.pack_into(page, 0, time.monotonic_ns(), count)
 
     return {"nothing (the timer)": lambda: None, "bare pack_into": pack}
+
+
+def training_step() -> Operation:
+    import torch
+
+    model, batch = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(batch).mean().backward()
+        optimizer.step()
+
+    return step
 
 
 def steadyrun_operations() -> dict[str, Operation]:
@@ -56,14 +72,66 @@ def steadyrun_operations() -> dict[str, Operation]:
     hooks = list(importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks.values())
     if hooks:
         found["step hook"] = lambda: [hook(optimizer, (), {}) for hook in hooks]
-    model, batch = torch.nn.Linear(8, 8), torch.ones(4, 8)
-    trained = torch.optim.SGD(model.parameters(), lr=0.1)
+    return found
 
-    def training_step() -> None:
-        model(batch).mean().backward()
-        trained.step()
 
-    found[TRAINING_STEP] = training_step
+class OursOut:
+    """Takes what is called in a training step out of torch, and puts it back: this script has no such hooks itself."""
+
+    def __init__(self) -> None:
+        import gc
+
+        import torch
+
+        module = importlib.import_module("torch.optim.optimizer")
+        tables = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
+        self._hooks = [(table, dict(table)) for table in tables]
+        slot = "_compiled_call_impl"
+        modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module) and slot in m.__dict__]
+        self._calls = [(m.__dict__, slot, m.__dict__[slot]) for m in modules]
+        if not any(hooks for _, hooks in self._hooks) or not self._calls:
+            raise SystemExit("nothing of steadyrun is there to be taken out")
+
+    def __enter__(self) -> None:
+        for table, _ in self._hooks:
+            table.clear()
+        for place, name, _ in self._calls:
+            del place[name]
+
+    def __exit__(self, *_: object) -> None:
+        for table, hooks in self._hooks:
+            table.update(hooks)
+        for place, name, call in self._calls:
+            place[name] = call
+
+
+def pairs_ns(step: Operation, n: int, gap_s: float, work: str) -> tuple[list[int], list[int]]:
+    """Durations of *step* as it is and without steadyrun."""
+    import torch
+
+    clock = time.perf_counter_ns
+    memory = memoryview(bytearray(2 * OTHER_WORK_BYTES))
+    matrix, product = torch.rand(1024, 1024), torch.empty(1024, 1024)
+
+    def copy() -> None:
+        memory[:OTHER_WORK_BYTES] = memory[OTHER_WORK_BYTES:]
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix, out=product)
+
+    other = {"none": lambda: None, "copy": copy, "multiply": multiply}[work]
+    ours_out, found = OursOut(), ([], [])
+    for _ in range(n):
+        for side in random.sample((0, 1), 2):
+            with ours_out if side else contextlib.nullcontext():
+                for _ in range(3):
+                    step()
+                until = clock() + int(gap_s * 1e9)
+                while gap_s and clock() < until:
+                    other()
+                before = clock()
+                step()
+                found[side].append(clock() - before)
     return found
 
 
@@ -119,9 +187,10 @@ def counted(operation: Operation, n: int) -> dict[str, int]:
 
 
 def main() -> None:
-    operations = floor_operations()
-    if SIDE != "none":
-        operations |= nvrx_operations() if SIDE == "nvrx" else steadyrun_operations()
+    if SIDE == "steps":  # nothing else: what steps without a forward teaches nobody where the forward is
+        operations = {TRAINING_STEP: training_step()}
+    else:
+        operations = floor_operations() | (nvrx_operations() if SIDE == "nvrx" else steadyrun_operations())
     for operation in operations.values():
         durations_ns(operation, 2000, 0.0)  # warm
     tell("ready", operations=list(operations))
@@ -131,6 +200,11 @@ def main() -> None:
             if command == "end":
                 break
             n = int(numbers[0])
+            if command == "pairs":
+                with_ours, without = pairs_ns(operations[TRAINING_STEP], n, float(numbers[1]), numbers[2])
+                tell("paired", work=numbers[2], ours=quantiles(with_ours), without=quantiles(without))
+                tell("answered")
+                continue
             for name, operation in operations.items():
                 if command == "measure":
                     gap_s = float(numbers[1])

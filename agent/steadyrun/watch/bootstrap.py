@@ -97,6 +97,7 @@ def attach(setup: RankSetup, preset: Mapping[str, str | None]) -> Marks:
 
     def finish() -> None:
         if marks.is_active():
+            observers.finish()
             marks.finish()
             recorder.record_last()
             if deadman is not None:
@@ -173,21 +174,23 @@ class _Observers:
         timing, integrity = self._timing, self.integrity
         if integrity is None:
             return
-        checked: Callable[[int], None] = integrity.step_marked
-        saving = integrity.aside_begins
-        replay = self._make_replay(module, integrity)
-        if replay is not None:
-            checked = _one_by_one(integrity.step_marked, replay.step_marked)
+        self._make_replay(module, integrity)
+        replay, is_explicit = self.replay, marks.has_explicit_steps
+
+        def checked(step: int) -> None:
+            if is_explicit():  # else the optimizer's hook checks
+                integrity.step_marked(step)
+            if replay is not None and not replay.is_over:
+                replay.step_marked(step)
+
         if timing is None:
-            marks.observe(timed=checked, aside=saving)
+            marks.observe(timed=checked, aside=integrity.aside_begins)
             return
-        timed, aside = timing.step_ends, timing.aside_begins
-        has_replays, is_explicit = replay is not None, marks.has_explicit_steps
+        timed, aside, saving = timing.step_ends, timing.aside_begins, integrity.aside_begins
 
         def both(step: int) -> None:
             timed(step)
-            if has_replays or is_explicit():  # else the optimizer's hook checks
-                checked(step)
+            checked(step)
 
         def both_aside(name: str) -> None:
             aside(name)
@@ -236,10 +239,10 @@ class _Observers:
         if self.integrity is not None:
             self.integrity.clipped(norm)
 
-    def _make_replay(self, module: Any, integrity: Integrity) -> Replay | None:
+    def _make_replay(self, module: Any, integrity: Integrity) -> None:
         setup = self._setup
         if setup.sdc_replay == 0:
-            return None
+            return
         try:
             from steadyrun.watch.replay import Replay
 
@@ -257,10 +260,13 @@ class _Observers:
             replay.install(module)
         except Exception as e:
             _say(f"cannot replay microbatches of this rank: {type(e).__name__}: {e}")
-            return None
+            return
         os.register_at_fork(after_in_child=replay.forked)
         self.replay = replay
-        return replay
+
+    def finish(self) -> None:
+        if self._timing is not None:
+            self._timing.finish()
 
     def watched(self) -> Sequence[Any]:
         return () if self.integrity is None else self.integrity.watched

@@ -33,6 +33,11 @@ class Guards:
     Args:
         words, base: the board, and where the slot begins.
         found: called with the newest step when a value is out of line.
+
+    Attributes:
+        has_news: a norm was told for the next update, or numbers may have come from a device.
+        alert_until: the last step of which gradients are measured although no check is due.
+        cost_ns: of all norms that were computed for this; norms: so many.
     """
 
     def __init__(self, words: Any, base: int, say: Callable[[str], None], found: Callable[[int], None]) -> None:
@@ -45,9 +50,10 @@ class Guards:
         self._clipped: Any = None  # the norm that the script has told since the last update
         self._has_named = False
         self._alerts = 0
-        self._alert_until = -1
-        self.cost_ns = 0  # of all norms that were computed for this
-        self.norms = 0  # so many
+        self.has_news = False
+        self.alert_until = -1
+        self.cost_ns = 0
+        self.norms = 0
 
     def loss(self, step: int, value: Any) -> None:
         """A number, or a tensor with one element."""
@@ -59,6 +65,7 @@ class Guards:
     def clipped(self, norm: Any) -> None:
         """The script has computed the norm of its gradients: it counts once an update is made with them."""
         self._clipped = norm.detach()
+        self.has_news = True
 
     def update_begins(self, step: int, optimizer: Any, is_due: bool, names: Callable[[], dict[int, str]]) -> None:
         """*optimizer* is about to apply its gradients, perhaps with the norm that the script has told before.
@@ -68,6 +75,7 @@ class Guards:
             names: of parameters, by id.
         """
         clipped, self._clipped = self._clipped, None
+        self.has_news = bool(self._pending)
         # With a GradScaler gradients overflow now and then: it leaves the update out, or has the optimizer do so.
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return
@@ -94,19 +102,11 @@ class Guards:
         value.parts = (norms, [id(p) for p, _ in held], names)
         self._put(value)
 
-    @property
-    def has_news(self) -> bool:
-        """A norm was told for the next update, or numbers may have come from a device."""
-        return self._clipped is not None or bool(self._pending)
-
-    def is_alert(self, step: int) -> bool:
-        """Whether the gradients of *step* are measured although no check is due."""
-        return step <= self._alert_until
-
     def settle(self) -> None:
         """Judge what has come from a device meanwhile."""
         while self._pending and self._pending[0].is_there():
             self._judge_later(self._pending.pop(0))
+        self.has_news = self._clipped is not None or bool(self._pending)
 
     def _take(self, step: int, what: int, value: Any) -> bool:
         if not all(p.is_replicate() for p in getattr(value, "placements", ())):
@@ -143,7 +143,7 @@ class Guards:
             write_signal(self._words, self._base, step, what, value, found)
             if self._alerts < _MOST_ALERTS:
                 self._alerts += 1
-                self._alert_until = step + _WATCHED_STEPS
+                self.alert_until = step + _WATCHED_STEPS
                 self._found(step)
 
 

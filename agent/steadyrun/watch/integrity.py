@@ -94,6 +94,61 @@ class Integrity:
         every: steps between checks; None: what their cost allows.
     """
 
+    # Slots: with more than 30 attributes in a dictionary each one is a look-up, in a rank with cold caches.
+    __slots__ = (
+        "_after_check",
+        "_aside_ns",
+        "_attempt",
+        "_base",
+        "_batches",
+        "_before_check",
+        "_captures",
+        "_check_s",
+        "_checked_step",
+        "_checks",
+        "_cost_ns",
+        "_every",
+        "_fingers",
+        "_generation",
+        "_guards",
+        "_hashers",
+        "_interval",
+        "_is_compiling",
+        "_is_off",
+        "_kept",
+        "_known_optimizers",
+        "_last_step",
+        "_loaded",
+        "_lock",
+        "_marks",
+        "_models",
+        "_open",
+        "_optimizers",
+        "_orders",
+        "_plan",
+        "_rank",
+        "_rank_dir",
+        "_requested",
+        "_ring",
+        "_rings",
+        "_save_interval",
+        "_save_ns",
+        "_save_s",
+        "_saves",
+        "_say",
+        "_searches",
+        "_sources",
+        "_step_ns",
+        "_step_s",
+        "_steps",
+        "_task",
+        "_thread",
+        "_waiting",
+        "_words",
+        "buffers",
+        "replicas",
+    )
+
     def __init__(
         self,
         words: memoryview,
@@ -280,9 +335,10 @@ class Integrity:
 
     def _is_calm(self, optimizer: Any) -> bool:
         """Before most updates there is nothing to do; that is found out in a tenth of the time of looking closer."""
-        if not self._generation or self._checked_step is not None or self._waiting or self._guards.has_news:
+        if not self._generation or self._checked_step is not None or self._waiting or self._last_step is None:
             return False
-        if self._are_gradients_due(self._next_step()):
+        step, guards = self._last_step + 1, self._guards
+        if guards.has_news or step <= guards.alert_until or self._is_in_turn_or_asked_for(step):
             return False
         return len(self._optimizers) == 1 and self._optimizers[0]() is optimizer
 
@@ -386,7 +442,7 @@ class Integrity:
         return (step + 1) % self._interval == 0 or is_asked_for
 
     def _are_gradients_due(self, step: int) -> bool:
-        return self._guards.is_alert(step) or self._is_in_turn_or_asked_for(step)
+        return step <= self._guards.alert_until or self._is_in_turn_or_asked_for(step)
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         """Measured are those of the first optimizer, before updates after which there is a check."""

@@ -37,6 +37,8 @@ __all__ = [
     "PROLOGUE",
     "TAIL",
     "Ledger",
+    "split",
+    "wall_s",
 ]
 
 DATA = 0
@@ -132,29 +134,40 @@ class Ledger:
 
     def split(self, account: int) -> tuple[float, float, float, float]:
         """(own work, waiting for others, starved, CPU) of an account since the last ``clear``."""
-        totals, at = self._totals, account * _WORDS
-        wall_s, cpu_s = totals[at], totals[at + 1]
-        if not wall_s:
-            return _NONE
-        is_blind = account in self.blind
-        if not is_blind and not totals[at + 4]:  # no rests: what most accounts of most steps are
-            own_s = min(wall_s, cpu_s)
-            return own_s, 0.0, wall_s - own_s, cpu_s
-        delay_s, waited_s = totals[at + 2], totals[at + 3]
-        if is_blind:
-            own_s = min(cpu_s, wall_s)
-            starved_s = min(delay_s, wall_s - own_s)
-            return own_s, wall_s - own_s - starved_s, starved_s, cpu_s
-        own_s = min(max(wall_s - delay_s - waited_s, cpu_s), wall_s)
-        waiting_s = min(waited_s, wall_s - own_s)
-        return own_s, waiting_s, wall_s - own_s - waiting_s, cpu_s
+        return split(self._totals, account, account in self.blind)
 
-    def wall_s(self, account: int) -> float:
-        return self._totals[account * _WORDS]
+    def take(self) -> list[float]:
+        """What the accounts hold, for ``split``; they begin anew, and the current one goes on."""
+        totals, self._totals = self._totals, list(_NOTHING)
+        return totals
 
     def clear(self) -> None:
         """Begin the accounts anew; the current one goes on."""
         self._totals[:] = _NOTHING
+
+
+def split(totals: list[float], account: int, is_blind: bool) -> tuple[float, float, float, float]:
+    """(own work, waiting for others, starved, CPU) of one of the accounts that ``Ledger.take`` returned."""
+    at = account * _WORDS
+    wall_s, cpu_s = totals[at], totals[at + 1]
+    if not wall_s:
+        return _NONE
+    if not is_blind and not totals[at + 4]:  # no rests: what most accounts of most steps are
+        own_s = min(wall_s, cpu_s)
+        return own_s, 0.0, wall_s - own_s, cpu_s
+    delay_s, waited_s = totals[at + 2], totals[at + 3]
+    if is_blind:
+        own_s = min(cpu_s, wall_s)
+        starved_s = min(delay_s, wall_s - own_s)
+        return own_s, wall_s - own_s - starved_s, starved_s, cpu_s
+    own_s = min(max(wall_s - delay_s - waited_s, cpu_s), wall_s)
+    waiting_s = min(waited_s, wall_s - own_s)
+    return own_s, waiting_s, wall_s - own_s - waiting_s, cpu_s
+
+
+def wall_s(totals: list[float], account: int) -> float:
+    """The time of one of the accounts that ``Ledger.take`` returned."""
+    return totals[account * _WORDS]
 
 
 def _always_more() -> Callable[[], int]:

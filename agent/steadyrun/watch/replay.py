@@ -94,6 +94,9 @@ class Replay:
         words, base: the board, and where the slot begins.
         integrity: finds the model, and makes the fingerprints.
         every: steps between replays; None: what their cost allows.
+
+    Attributes:
+        is_over: it is off, and nobody may still want what is in the box: steps need not be told.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class Replay:
         self._rank_dir = rank_dir
         self._every = every
         self._timing = timing
+        self.is_over = False
+        self._hook: Any = None
         self._is_off = False
         self._is_tested = False
         self._inner: Callable[[], Any] = lambda: None  # a weak reference
@@ -140,7 +145,7 @@ class Replay:
     # -- from the bootstrap --------------------------------------------------------------------------------------------
     def install(self, module: Any) -> None:
         """Register with ``torch.optim.optimizer``, after what checks bytes."""
-        module.register_optimizer_step_pre_hook(self.update_begins)
+        self._hook = module.register_optimizer_step_pre_hook(self.update_begins)
 
     def forked(self) -> None:
         self._is_off = True
@@ -152,7 +157,13 @@ class Replay:
     # -- edges ---------------------------------------------------------------------------------------------------------
     def step_marked(self, step: int) -> None:
         """*step* is over: what is due for the next one is put in place."""
-        if get_ident() != self._integrity.thread or (self._is_off and self._posted is None):
+        if get_ident() != self._integrity.thread:
+            return
+        if self._is_off and self._posted is None:
+            self.is_over = True
+            hook, self._hook = self._hook, None
+            if hook is not None:
+                hook.remove()  # here, as torch is not walking over the hooks before an update
             return
         try:
             if self._posted is not None and step > self._posted and self._box is not None:

@@ -23,6 +23,9 @@ A step of which not everything was seen (a failed forward, a backward that did n
 nobody sees) is told without own work rather than with a wrong one. So are steps of models on a device: the host only
 queues their work, and its clocks say nothing of it.
 
+What a step took is worked out for the steps of a quarter of a second at once: in a rank that trains the code is in no
+cache, so the first of them takes 20 us and each of the others a third of that.
+
 Nothing here raises into the script or waits. One thread is timed: the one that made the first step.
 """
 
@@ -55,6 +58,8 @@ from steadyrun.watch.ledger import (
     PROLOGUE,
     TAIL,
     Ledger,
+    split,
+    wall_s,
 )
 from steadyrun.watch.probe import FixedWork, Rhythm
 from steadyrun.watch.roles import coordinates_among, coordinates_of, write_role
@@ -77,6 +82,8 @@ _BLIND_STEPS = 10  # steps without a forward after which the model is looked for
 _SEARCHES = 5
 _OPTIMIZERS = 16  # whose parameters tell which modules are trained
 _LEAST_COMPILE_S = 0.005  # a frame is never compiled in less
+_TOLD_S = 0.25  # steps that end within so much time are told at once,
+_MOST_UNTOLD = 16  # but no more than these
 _FRESH_S = 0.0001  # the optimizer has just ended: its last instant is the step's
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -88,6 +95,52 @@ class Timing:
         put: writes a timing to the board (``slot.timing_writer``).
         rank_dir: where role.json goes.
     """
+
+    # Slots: with more than 30 attributes in a dictionary each one is a look-up, in a rank with cold caches.
+    __slots__ = (
+        "_asides",
+        "_before_aside",
+        "_before_call",
+        "_before_pause",
+        "_began_s",
+        "_begun",
+        "_calls",
+        "_compiled",
+        "_depth",
+        "_device",
+        "_ended",
+        "_ended_s",
+        "_engine",
+        "_flags",
+        "_forwards",
+        "_has_tail",
+        "_is_broken",
+        "_is_compiling",
+        "_is_grad_enabled",
+        "_is_learning",
+        "_is_off",
+        "_ledger",
+        "_left",
+        "_newest_optimizer",
+        "_no_grad",
+        "_no_grad_before",
+        "_optimizer_depth",
+        "_optimizers",
+        "_probe",
+        "_probe_s",
+        "_put",
+        "_rank_dir",
+        "_rhythm",
+        "_searches",
+        "_step_s",
+        "_steps",
+        "_tell_at_s",
+        "_thread",
+        "_told_role",
+        "_unseen",
+        "_untold",
+        "_work",
+    )
 
     def __init__(self, put: Callable[..., None], rank_dir: str) -> None:
         self._put = put
@@ -120,6 +173,9 @@ class Timing:
         self._probe: FixedWork | None = None
         self._probe_s = NAN
         self._rhythm = Rhythm()
+        self._untold: list[tuple[Any, ...]] = []  # what ``_write`` takes, of steps that were not told yet
+        self._tell_at_s = 0.0
+        self._ended_s = 0.0  # the newest step
         self._device: Any = None
         self._compiled = 0
         self._told_role: dict[str, int] | None = None
@@ -135,6 +191,11 @@ class Timing:
     def forked(self) -> None:
         """In the child of a fork nothing is timed."""
         self._is_off = True
+
+    def finish(self) -> None:
+        """At the end of the script: tell of its last steps."""
+        if not self._is_off and get_ident() == self._thread:
+            self._tell()
 
     # -- what the script says ------------------------------------------------------------------------------------------
     def work(self, n: float) -> None:
@@ -301,6 +362,7 @@ class Timing:
         ledger = self._ledger
         assert ledger is not None
         if not self._asides:
+            self._tell()  # the next step may be long in coming
             self._before_aside = ledger.account
             is_saving = name == "checkpointing"
             self._flags |= TAG_CHECKPOINT if is_saving else TAG_EVALUATION
@@ -344,11 +406,36 @@ class Timing:
             ledger.turn_to(DATA)
         self._optimizer_depth = self._depth = 0
         self._steps += 1
-        self._write(step, ledger)
+        now_s = ledger.at_s
+        if now_s - self._ended_s > self._step_s + _LEAST_COMPILE_S:
+            self._look_for_compiled()
+        self._ended_s = now_s
+        is_seen = self._forwards > 0 and self._begun == self._ended == self._left > 0 and not self._is_broken
+        self._untold.append(
+            (step, now_s, ledger.take(), is_seen, self._no_grad, self._flags, self._probe_s, self._work)
+        )
+        self._forwards = self._begun = self._ended = self._left = self._no_grad = 0
+        self._is_broken = False
+        self._flags = 0
+        self._work = self._probe_s = NAN
+        if now_s >= self._tell_at_s or self._steps <= _FIRST or self._unseen or len(self._untold) >= _MOST_UNTOLD:
+            self._tell()
+            self._tell_at_s = now_s + _TOLD_S
         if self._is_learning or self._unseen >= _BLIND_STEPS:
             self._learn()
         if self._rhythm.is_due(step, self._step_s):
             self._run_probe(ledger)
+
+    def _look_for_compiled(self) -> None:
+        compiled = frames_compiled()
+        if compiled != self._compiled:
+            self._compiled = compiled
+            self._flags |= TAG_COMPILE
+
+    def _tell(self) -> None:
+        for step in self._untold:
+            self._write(*step)
+        self._untold.clear()
 
     def _start(self) -> None:
         torch = sys.modules["torch"]
@@ -365,49 +452,53 @@ class Timing:
         self._ledger.clear()  # what the search took is no step's
         self._began_s = self._ledger.at_s
 
-    def _write(self, step: int, ledger: Ledger) -> None:
-        split = ledger.split
-        forward_s, waited_s, starved_s, cpu_s = split(FORWARD)
-        backward_s, waited, starved, cpu = split(BACKWARD)
+    def _write(
+        self,
+        step: int,
+        now_s: float,
+        totals: list[float],
+        is_seen: bool,
+        no_grad: int,
+        flags: int,
+        probe_s: float,
+        work: float,
+    ) -> None:
+        """Tell of a step that ended at *now_s*.
+
+        Args:
+            is_seen: all of its forwards and backwards were.
+            no_grad: how many forwards without gradients it had.
+        """
+        assert self._ledger is not None
+        blind = self._ledger.blind
+        forward_s, waited_s, starved_s, cpu_s = split(totals, FORWARD, FORWARD in blind)
+        backward_s, waited, starved, cpu = split(totals, BACKWARD, BACKWARD in blind)
         waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
-        optimizer_s, waited, starved, cpu = split(OPTIMIZER)
+        optimizer_s, waited, starved, cpu = split(totals, OPTIMIZER, OPTIMIZER in blind)
         waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
-        data_s, waited, starved, cpu = split(DATA)
+        data_s, waited, starved, cpu = split(totals, DATA, DATA in blind)
         waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
         no_grad_s, group_wait_s = 0.0, NAN
-        if self._has_tail or self._no_grad:
-            no_grad_s, waited, starved, cpu = split(NO_GRAD)
+        if self._has_tail or no_grad:
+            no_grad_s, waited, starved, cpu = split(totals, NO_GRAD, NO_GRAD in blind)
             waited_s, starved_s, cpu_s = waited_s + waited, starved_s + starved, cpu_s + cpu
-            before_s, group_wait_s, _, cpu = split(PROLOGUE)
+            before_s, group_wait_s, _, cpu = split(totals, PROLOGUE, is_blind=True)
             forward_s, cpu_s = forward_s + before_s, cpu_s + cpu
-            _, waited, _, cpu = split(TAIL)
+            _, waited, _, cpu = split(totals, TAIL, is_blind=True)
             group_wait_s, cpu_s = group_wait_s + waited, cpu_s + cpu
             waited_s += group_wait_s
-        now_s = ledger.at_s
-        wall_s = now_s - self._began_s
+        step_s = now_s - self._began_s
         self._began_s = now_s
-        longer_s = wall_s - self._step_s
-        self._step_s += longer_s * (0.1 if self._step_s else 1.0)
-        flags = self._flags
+        self._step_s += (step_s - self._step_s) * (0.1 if self._step_s else 1.0)
         if self._steps <= _FIRST:
             flags |= TAG_FIRST
-        if longer_s > _LEAST_COMPILE_S:
-            compiled = frames_compiled()
-            if compiled != self._compiled:
-                self._compiled = compiled
-                flags |= TAG_COMPILE
         earlier, last = self._no_grad_before
-        if self._no_grad > earlier and self._no_grad > last and self._steps > 1:
+        if no_grad > earlier and no_grad > last and self._steps > 1:
             flags |= TAG_EVALUATION
-        self._no_grad_before = (last, self._no_grad)
+        self._no_grad_before = (last, no_grad)
         if not flags & TAG_EVALUATION:
             forward_s += no_grad_s
-        is_whole = (
-            not self._is_broken
-            and self._device is None
-            and self._forwards > 0
-            and self._begun == self._ended == self._left > 0
-        )
+        is_whole = is_seen and self._device is None
         busy_s = 0.0
         if is_whole:
             flags |= TAG_FORWARD_SEEN
@@ -418,30 +509,24 @@ class Timing:
             self._unseen += 1
         if not is_whole or not self._has_tail:
             group_wait_s = NAN
-        saving_s = ledger.wall_s(CHECKPOINT)
         self._put(
             step,
             now_s,
-            wall_s,
+            step_s,
             busy_s,
             forward_s,
             backward_s,
             optimizer_s,
             data_s,
-            saving_s,
+            wall_s(totals, CHECKPOINT),
             waited_s,
             cpu_s,
-            self._probe_s,
-            self._work,
+            probe_s,
+            work,
             flags,
             starved_s,
             group_wait_s,
         )
-        ledger.clear()
-        self._forwards = self._begun = self._ended = self._left = self._no_grad = 0
-        self._is_broken = False
-        self._flags = 0
-        self._work = self._probe_s = NAN
 
     # -- the model -----------------------------------------------------------------------------------------------------
     def _search(self) -> None:

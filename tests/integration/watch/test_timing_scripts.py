@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,33 @@ print("fine")
     late = timings[5:]
     assert not any(t.flags & TAG_EVALUATION for t in late)
     assert 0.075 <= middle([t.forward_s for t in late]) < 0.15, "g 5 times, d 5 times, and each once"
+
+
+def test_all_steps_before_a_save_are_told_when_it_begins_and_quick_ones_together(start: Any, tmp_path: Path) -> None:
+    text = """
+from pathlib import Path
+model = net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    model(x).sum().backward()
+    opt.step()
+for i in range(40):
+    train()
+with watch.section("checkpointing"):
+    while not (Path(sys.argv[1]) / "saved").exists():
+        time.sleep(0.01)
+train()
+time.sleep(0.3)
+train()
+while not (Path(sys.argv[1]) / "seen").exists():
+    time.sleep(0.01)
+"""
+    rank = start.cold([*start.script(HEAD + text), str(tmp_path)], deadman_s=0)
+    rank.wait_until(lambda: len(rank.board.timings(0, 0)[0]) == 39, "all steps before the save")
+    (tmp_path / "saved").touch()
+    rank.wait_until(lambda: len(rank.board.timings(0, 0)[0]) == 41, "a step that ends late")
+    (tmp_path / "seen").touch()
+    assert rank.finish().code == 0
 
 
 def test_evaluation_between_steps_is_told(start: Any) -> None:
