@@ -583,6 +583,12 @@ class Detector:
         found = self._open.pop(key)
         self._closed.append(replace(found.alarm, over_step=step))
 
+    def dismiss(self, rank: int) -> None:
+        """The alarm of *rank* is not wanted: it was never there, and evidence counts from nothing again."""
+        found = self._open.pop((AlarmKind.RANK, rank), None)
+        if found is not None:
+            found.chart.forget(found.row, found.column)
+
     # -- for readers ---------------------------------------------------------------------------------------------------
     def open_alarms(self) -> list[Alarm]:
         """What is slow now, with present figures; a node's alarm stands for those of its ranks."""

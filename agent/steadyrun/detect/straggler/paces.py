@@ -5,9 +5,9 @@ between ranks than their work does. So own work is told without the time for whi
 alone. What was withheld comes on top of it in a second comparison, with its own idea of what is normal: who is slow
 only there starves.
 
-Slight differences of own work are held back until they grow. On shared cores those are some percent that come and go
-also between healthy ranks, as who shares cores shares their caches, too; and anywhere what is next to nothing in a step
-that goes by with waiting, as who waited for long finds its caches cold.
+Slight differences of own work are dismissed, and looked for anew. On shared cores those are some percent that come and
+go also between healthy ranks, as who shares cores shares their caches, too; and anywhere what is next to nothing in a
+step that goes by with waiting, as who waited for long finds its caches cold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST: Final = 0.5  # of a slow rank's extra time was withheld: it starves
 FEWEST: Final = 5
 SHARED: Final = 0.05  # of all ranks' time withheld: their caches are shared with whoever had the core
 SLIGHT: Final = 0.06  # own work longer by less is told only where ranks have their cores for themselves
-SLIGHT_ALIKE: Final = 0.15  # the same where all phases take longer alike: that is what a neighbour's caches do
+SLIGHT_ALIKE: Final = 0.15  # the same where no phase stands out: that is what a neighbour's caches do
 SLIGHT_IN_STEP: Final = 0.005  # of the step: what own work takes longer is told if it is more
 
 
@@ -78,7 +78,6 @@ class PaceWatch:
         self._starving: dict[tuple[Any, ...], Alarm] = {}
         self._explained: set[tuple[Any, ...]] = set()  # alarms of own work that starvation explains
         self._shared = 0.0  # share of all ranks' time that was withheld lately
-        self._slight: set[tuple[Any, ...]] = set()  # those held back as slight
 
     @property
     def steps(self) -> int:
@@ -103,7 +102,7 @@ class PaceWatch:
         on_top = self._take_with_waits(frame, row)
         self._explained.update(a.key for a in alarms if self._comes_of_starving(a))
         alarms = [a for a in alarms if a.key not in self._explained]
-        alarms = [*self._no_longer_slight(), *(a for a in alarms if not self._holds_back(a))]
+        alarms = [a for a in alarms if not self._is_dismissed(a)]
         return alarms + [found for a in on_top if (found := self._starves(a)) is not None]
 
     def _take_with_waits(self, frame: StepFrame, row: _Row) -> list[Alarm]:
@@ -141,25 +140,18 @@ class PaceWatch:
         is_told = alarm.kind is AlarmKind.RANK and starving.issuperset(alarm.ranks)
         return is_told and self._withheld_share(alarm) >= LEAST
 
-    def _holds_back(self, alarm: Alarm) -> bool:
-        """Whether *alarm*, a new one, is left untold for now."""
-        if not self._is_slight(alarm):
-            return False
-        self._slight.add(alarm.key)
-        return True
-
-    def _no_longer_slight(self) -> list[Alarm]:
-        if not self._slight:
-            return []
-        found = [a for a in self._detector.open_alarms() if a.key in self._slight and not self._is_slight(a)]
-        self._slight.difference_update([a.key for a in found])
-        return found
+    def _is_dismissed(self, alarm: Alarm) -> bool:
+        """Whether *alarm*, a new one, was too slight to be told: should there be more to it, it comes again."""
+        is_slight = self._is_slight(alarm)
+        if is_slight:
+            self._detector.dismiss(alarm.ranks[0])
+        return is_slight
 
     def _is_slight(self, alarm: Alarm) -> bool:
-        """By its present figures; the alarms of nodes and groups rest on many ranks, those without peers on a habit."""
+        """The alarms of nodes and groups rest on many ranks, those without peers on a habit."""
         if alarm.kind is not AlarmKind.RANK or not alarm.peers:
             return False
-        slight = SLIGHT_ALIKE if alarm.cause is Cause.WHOLE else SLIGHT
+        slight = SLIGHT if alarm.phase else SLIGHT_ALIKE
         on_shared_cores = alarm.slowdown < slight and self._shared >= SHARED
         return on_shared_cores or self._share_of_step(alarm) < SLIGHT_IN_STEP
 
@@ -193,7 +185,7 @@ class PaceWatch:
 
     def open_alarms(self) -> list[Alarm]:
         """What is slow now, with present figures."""
-        own = [a for a in self._detector.open_alarms() if self._is_told(a)]
+        own = [a for a in self._detector.open_alarms() if a.key not in self._explained]
         return [*own, *self._of_starvation(self._second(Detector.open_alarms))]
 
     def take_closed(self) -> list[Alarm]:
@@ -202,13 +194,9 @@ class PaceWatch:
         for alarm in over:
             del self._starving[alarm.key]
         closed = self._detector.take_closed()
-        own = [a for a in closed if self._is_told(a)]
-        for untold in (self._explained, self._slight):
-            untold.difference_update([a.key for a in closed])
+        own = [a for a in closed if a.key not in self._explained]
+        self._explained.difference_update([a.key for a in closed])
         return [*own, *over]
-
-    def _is_told(self, alarm: Alarm) -> bool:
-        return alarm.key not in self._explained and alarm.key not in self._slight
 
     def _second(self, ask: Any) -> list[Alarm]:
         return [] if self._with_waits is None else ask(self._with_waits)
