@@ -287,14 +287,6 @@ class _Observers:
         return None if self.integrity is None else self.integrity.answer(request)
 
 
-def _one_by_one(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
-    def both(step: int) -> None:
-        first(step)
-        second(step)
-
-    return both
-
-
 def _before_first_update(module: Any, call: Callable[[], None]) -> Callable[[], None]:
     """Returns what takes the hook out again: not while torch is walking over the hooks before an update."""
     calls = [call]
