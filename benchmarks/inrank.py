@@ -183,8 +183,13 @@ def main() -> None:
     rounds = effort_of(arguments, quick=2, normal=5, full=15)
     tight = effort_of(arguments, quick=5_000, normal=20_000, full=50_000)
     cold = effort_of(arguments, quick=60, normal=200, full=400)
+    one = ("--standalone", "--nproc-per-node=1")
+    # A rank of its own and by itself: while others are measured it would be taken for a hanging one.
+    with rank_of("steps", (*STEADYRUN, "--ft-run-dir={run_dir}", *one), arguments.keep) as steps:
+        for how in list(PACES.values()) * rounds:
+            steps.ask(f"pairs {cold} {how}", READ)
+        paired = steps.job.events("paired")
     with contextlib.ExitStack() as stack:
-        one = ("--standalone", "--nproc-per-node=1")
         ours = stack.enter_context(rank_of("steadyrun", (*STEADYRUN, "--ft-run-dir={run_dir}", *one), arguments.keep))
         outside = stack.enter_context(rank_of("outside", (sys.executable,), arguments.keep))
         ranks = [ours, outside]
@@ -220,11 +225,7 @@ def main() -> None:
         print_table(head, rows)
         print(f"medians over {rounds} rounds; less timer: tight p50 less that of timing nothing; ratio: to '{READ}'")
         print(f"system calls: per call, in the main thread, counted with {tool}")
-        # A rank of its own, and only now: it would be taken for a hanging one while others are measured.
-        steps = stack.enter_context(rank_of("steps", (*STEADYRUN, "--ft-run-dir={run_dir}", *one), arguments.keep))
-        for how in list(PACES.values()) * rounds:
-            steps.ask(f"pairs {cold} {how}", READ)
-        pairs = print_pairs(steps.job.events("paired"))
+        pairs = print_pairs(paired)
         results = [
             {"side": k[0], "operation": k[1], "pace": k[2], "rounds": v} for r in ranks for k, v in r.values.items()
         ]

@@ -105,8 +105,11 @@ class OursOut:
             place[name] = call
 
 
-def pairs_ns(step: Operation, n: int, gap_s: float, work: str) -> tuple[list[int], list[int]]:
-    """Durations of *step* as it is and without steadyrun."""
+def pairs_ns(watched: Operation, n: int, gap_s: float, work: str) -> tuple[list[int], list[int]]:
+    """Durations of the step *watched* as it is, and of one without steadyrun.
+
+    That is one of another model: parameters that change unseen are what steadyrun restarts a job for.
+    """
     import torch
 
     clock = time.perf_counter_ns
@@ -120,9 +123,10 @@ def pairs_ns(step: Operation, n: int, gap_s: float, work: str) -> tuple[list[int
         torch.mm(matrix, matrix, out=product)
 
     other = {"none": lambda: None, "copy": copy, "multiply": multiply}[work]
-    ours_out, found = OursOut(), ([], [])
+    ours_out, unwatched, found = OursOut(), training_step(), ([], [])
     for _ in range(n):
         for side in random.sample((0, 1), 2):
+            step = unwatched if side else watched
             with ours_out if side else contextlib.nullcontext():
                 for _ in range(3):
                     step()
