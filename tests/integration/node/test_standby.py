@@ -69,7 +69,7 @@ def standbys() -> Iterator[Pool]:
     yield pool
     pool.pool.drop()
     pool.table.sweep(99)
-    pool.table.poll_exits()
+    pool.wait_exits(sum(not child.ended for child in pool.table._children.values()))  # what was killed just now
     pool.table.close()
 
 
