@@ -197,7 +197,7 @@ with watch.section("checkpointing"):
     while not (Path(sys.argv[1]) / "saved").exists():
         time.sleep(0.01)
 train()
-time.sleep(0.3)
+time.sleep(0.3)  # more than the quarter of a second in which steps are told together
 train()
 while not (Path(sys.argv[1]) / "seen").exists():
     time.sleep(0.01)
