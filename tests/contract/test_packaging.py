@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,26 +17,35 @@ from pathlib import Path
 
 import pytest
 
+from steadyrun.checkpoint.copying import streaming
+
 ROOTS = ("agent", "launcher", "collectors")
+NATIVE = "steadyrun/checkpoint/_stream.so"
+can_compile = shutil.which(os.environ.get("CC", "cc")) is not None and os.uname().machine == "x86_64"
 
 
-def build(checkout: Path, target: str, out: Path) -> Path:
+def build(checkout: Path, target: str, out: Path, **environment: str) -> Path:
     """The archive that hatchling makes of *checkout*; needs no network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    env = os.environ | environment
+    done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (archive,) = out.iterdir()
     return archive
 
 
 def sources(checkout: Path) -> set[str]:
-    """Every source file as its path in the installed tree."""
+    """Every source file as its path in the installed tree, but for those in C."""
     return {
         str(file.relative_to(checkout / root))
         for root in ROOTS
         for file in (checkout / root).rglob("*")
-        if file.is_file() and file.suffix != ".pyc"
+        if file.is_file() and file.suffix not in (".pyc", ".c", ".so", ".tmp")
     }
+
+
+def code_in(wheel: zipfile.ZipFile) -> set[str]:
+    return {n for n in wheel.namelist() if ".dist-info/" not in n and ".data/" not in n}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +55,21 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_wheel_holds_the_sources_and_nothing_else(wheel: zipfile.ZipFile, checkout: Path) -> None:
-    code = {n for n in wheel.namelist() if ".dist-info/" not in n and ".data/" not in n}
-    assert code == sources(checkout)
+    assert code_in(wheel) - {NATIVE} == sources(checkout)
+
+
+@pytest.mark.skipif(not can_compile, reason="needs a C compiler and an x86-64 processor")
+def test_what_is_compiled_is_in_the_wheel_and_its_name_says_for_which_machine(wheel: zipfile.ZipFile) -> None:
+    assert NATIVE in code_in(wheel)
+    assert str(wheel.filename).endswith("-py3-none-linux_x86_64.whl")
+    assert wheel.read(NATIVE)[:4] == b"\x7fELF"
+
+
+def test_without_a_compiler_the_wheel_is_built_all_the_same(checkout: Path, tmp_path: Path) -> None:
+    built = build(checkout, "wheel", tmp_path, CC="/nowhere/cc")
+    assert built.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(built) as archive:
+        assert code_in(archive) == sources(checkout)
 
 
 def test_wheel_is_typed_licensed_and_has_both_commands(wheel: zipfile.ZipFile) -> None:
@@ -103,6 +126,11 @@ def test_every_needed_package_is_used(wheel: zipfile.ZipFile, checkout: Path) ->
 def test_commands_are_installed_and_load(command: str) -> None:
     (point,) = [e for e in metadata.entry_points(group="console_scripts") if e.name == command]
     assert callable(point.load())
+
+
+@pytest.mark.skipif(not can_compile, reason="needs a C compiler and an x86-64 processor")
+def test_package_under_test_copies_past_the_caches() -> None:
+    assert streaming() is not None
 
 
 def test_package_under_test_is_the_installed_one(checkout: Path) -> None:

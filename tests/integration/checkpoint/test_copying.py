@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +19,7 @@ from steadyrun.checkpoint.arena import Arena, ArenaError, Slot
 from steadyrun.checkpoint.copying import Copier, CopyMismatchError
 from steadyrun.checkpoint.layout import Entry, Layout, place
 
+needs_streaming = pytest.mark.skipif(copying.streaming() is None, reason="it was not compiled")
 DTYPES = [
     name
     for name in (
@@ -212,6 +215,54 @@ def test_large_tensors_are_copied_on_several_threads(
     ]
     check_copies(room, tensors, threads)
     assert len(names) == threads
+
+
+def test_without_what_is_compiled_large_tensors_are_moved_by_the_c_library(
+    room: MakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "streaming", lambda: None)
+    check_copies(room, [random_of(torch.uint8, (3 << 20) + 17), random_of(torch.int16, 9)])
+
+
+@needs_streaming
+@pytest.mark.parametrize("to", [0, 1, 63, 64, 4095])
+@pytest.mark.parametrize("source", [0, 1, 17, 64, 4090])
+def test_streaming_copies_every_byte_and_no_other(to: int, source: int) -> None:
+    stream = copying.streaming()
+    assert stream is not None
+    page = mmap.PAGESIZE
+    for size in (0, 1, 63, 64, 65, page - 1, page, 4 * page - 1, 4 * page, 4 * page + 65, 9 * page + 1, 250_007):
+        values = random_of(torch.uint8, source + size + 1)
+        target = mmap.mmap(-1, to + size + 2 * page)
+        around = ctypes.c_char.from_buffer(target)
+        before = os.urandom(len(target))
+        target[:] = before
+        stream(ctypes.addressof(around) + to, values.data_ptr() + source, size)
+        assert target[:] == before[:to] + raw(values[source : source + size]) + before[to + size :]
+        del around
+        target.close()
+
+
+@needs_streaming
+def test_streaming_lets_other_threads_run_meanwhile() -> None:
+    """As ctypes gives up the interpreter's lock for a library that is opened by CDLL."""
+    stream = copying.streaming()
+    assert stream is not None
+    source, target = torch.ones(16 << 20, dtype=torch.uint8), torch.zeros(16 << 20, dtype=torch.uint8)
+    is_over, seen = threading.Event(), []
+
+    def copy() -> None:
+        for _ in range(40):
+            stream(target.data_ptr(), source.data_ptr(), len(source))
+        is_over.set()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    while not is_over.is_set():
+        seen.append(None)
+    thread.join()
+    assert len(seen) > 1000  # with the lock held: one round per switch interval at best
+    assert torch.equal(source, target)
 
 
 def test_parts_cover_a_tensor_without_gap_or_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
