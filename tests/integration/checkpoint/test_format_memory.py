@@ -1,4 +1,4 @@
-"""A rank's files in a file system that lies in memory: one thread copies them, no page is asked for in advance."""
+"""A rank's files in a file system that lies in memory: who hashes them copies them, no page is asked for in advance."""
 
 from __future__ import annotations
 
@@ -39,21 +39,24 @@ def test_what_lies_in_memory_is_told_from_what_does_not(in_memory: Path) -> None
     assert found == [True, False, False]
 
 
-def test_one_thread_copies_into_memory_and_no_page_is_reserved(
+def test_who_hashes_a_piece_copies_it_from_its_cache_and_no_page_is_reserved(
     in_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.pwritev
     writers: dict[str, set[int]] = {}
+    sizes: list[int] = []
 
     def noting(fd: int, parts: list[memoryview], at_bytes: int) -> int:
         writers.setdefault(os.readlink(f"/proc/self/fd/{fd}"), set()).add(threading.get_ident())
+        sizes.append(sum(map(len, parts)))
         return real(fd, parts, at_bytes)
 
     monkeypatch.setattr(os, "pwritev", noting)
     monkeypatch.setattr(shardfile, "_reserve", lambda *_: pytest.fail("pages were asked for"))
     rank = PlainRank([3 * MIB, 5, MIB + 3])
-    assert rank.is_in(in_memory, rank.write(in_memory, SMALL))
-    assert [len(threads) for threads in writers.values()] == [1] * 3
+    assert rank.is_in(in_memory, rank.write(in_memory))
+    assert list(writers.values()) == [{threading.get_ident()}] * 3
+    assert max(sizes) < 2 * MIB
 
 
 def test_too_little_memory_is_noticed_before_anything_is_written(
