@@ -33,7 +33,7 @@ from steadyrun.checkpoint import rollback
 from steadyrun.checkpoint.arena import Arena, ArenaError, BlobsTooLargeError, SlotBusyError, SlotState, choose_slot
 from steadyrun.checkpoint.client import Granted, SaveRecord, SaverGoneError, SaverLink
 from steadyrun.checkpoint.copying import Copier
-from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gather_over
+from steadyrun.checkpoint.direct import DirectWriter, Gather, gather_alone, gather_over, local_world_size
 from steadyrun.checkpoint.layout import Layout
 from steadyrun.checkpoint.reading import Reader, load_from
 from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName, parse_every
@@ -797,11 +797,7 @@ class Checkpointer:
 
 def threads_of_a_load() -> int:
     """No rank trains meanwhile: the ranks of the node share its processors, whatever torch computes with."""
-    try:
-        ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    except ValueError:
-        ranks = 1
-    return max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_LOAD_THREADS))
+    return max(1, min(len(os.sched_getaffinity(0)) // local_world_size(), _MOST_LOAD_THREADS))
 
 
 def _unpickle(blob: bytes) -> Any:

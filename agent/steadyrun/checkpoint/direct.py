@@ -31,7 +31,7 @@ from steadyrun.checkpoint.saves import CheckpointOptions, SaveState, TierName
 from steadyrun.checkpoint.shardfile import RateLimit, WriteOptions, Written, write_rank_files
 from steadyrun.core.errors import SteadyrunError
 
-__all__ = ["DirectWriter", "Done", "Gather", "gather_alone", "gather_over"]
+__all__ = ["DirectWriter", "Done", "Gather", "gather_alone", "gather_over", "local_world_size"]
 
 T = TypeVar("T")
 
@@ -83,6 +83,14 @@ def _device_of(group: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def local_world_size() -> int:
+    """How many ranks of the job share this node, as the launcher says; 1 where nobody does."""
+    try:
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    except ValueError:
+        return 1
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """How a save ended; *why* is empty when it is durable."""
@@ -126,8 +134,7 @@ class DirectWriter:
         self._has_saved = False
         most = options.most_bytes_per_s
         # The limit is the node's; its ranks share it evenly here, without a process that knows of all of them.
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self._rate = None if most is None else RateLimit(most / max(local_ranks, 1))
+        self._rate = None if most is None else RateLimit(most / local_world_size())
 
     @property
     def auto_interval_s(self) -> float:
