@@ -311,16 +311,18 @@ def job() -> dict[str, Any]:
         lines(
             "Time lost to slow ranks", "Share of the wall time.", "percentunit",
             query("sum(rate(steadyrun_straggler_lost_seconds_total{RUN}[$__rate_interval]))", "lost"), low=0,
+            width=8,
         ),
         lines(
             "Comparisons of replicas", "Checks for silent corruption by outcome.", "none",
             query("sum by (result) (increase(steadyrun_sdc_checks_total{RUN}[$__rate_interval]))", "{{result}}"), low=0,
+            width=8,
         ),
         lines(
             "Losses out of line", "Values far above what was usual, or not finite, and times that losses stayed so.",
             "none",
             query("sum by (what) (increase(steadyrun_loss_out_of_line_total{RUN}[$__rate_interval]))", "{{what}}"),
-            query("sum(increase(steadyrun_loss_spikes_total{RUN}[$__rate_interval]))", "spikes"), low=0,
+            query("sum(increase(steadyrun_loss_spikes_total{RUN}[$__rate_interval]))", "spikes"), low=0, width=8,
         ),
     )  # fmt: skip
     checkpoints = (
