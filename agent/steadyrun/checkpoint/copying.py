@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,9 @@ from steadyrun.checkpoint.arena import Arena, ArenaError, Slot, SlotState
 from steadyrun.checkpoint.layout import Entry
 from steadyrun.core.errors import SteadyrunError
 
-__all__ = ["Copier", "CopyMismatchError", "Copying", "streaming"]
+__all__ = ["Copier", "CopyMismatchError", "Copying", "map_ahead", "streaming"]
 
+_MADV_POPULATE_READ: Final = 22  # Linux 5.14; not in Python's mmap module
 _PART_BYTES: Final = 64 << 20
 _THREADED_BYTES: Final = 32 << 20  # starting a thread takes 0.1 ms, in which 1 MB is copied
 _SMALL: Final = 32768  # elements; torch's copy_ uses its own threads from here on, which wait for each other
@@ -143,7 +145,7 @@ class Copier:
         mapped = self._mapped(slot, SlotState.SEALED)
         found = self._sort(tensors, mapped)
         moves = [(tensor.data_ptr(), mapped.address + e.at_bytes, e.size_bytes) for tensor, e in found.plain]
-        with _moving(moves, self._threads), torch.no_grad():
+        with _moving(moves, self._threads, is_first_read=True), torch.no_grad():
             if found.small:
                 torch._foreach_copy_(found.small, found.small_views)
             for view, tensor in found.others:
@@ -220,14 +222,19 @@ def _is_negated(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 @contextlib.contextmanager
-def _moving(moves: Sequence[_Move], threads: int) -> Iterator[None]:
-    """Moves all of this by the end of the ``with``: on this thread after its body, on others from the beginning."""
+def _moving(moves: Sequence[_Move], threads: int, *, is_first_read: bool = False) -> Iterator[None]:
+    """Moves all of this by the end of the ``with``: on this thread after its body, on others from the beginning.
+
+    Args:
+        is_first_read: this process has never read the sources, which are shared memory.
+    """
+    work = functools.partial(_work, prepare=map_ahead if is_first_read else None)
     total_bytes = sum(size_bytes for _, _, size_bytes in moves)
     helpers: list[threading.Thread] = []
     if threads > 1 and total_bytes >= _THREADED_BYTES:
         # Large ones first: the threads end at about the same time.
         jobs = deque(sorted(_parts(moves), key=lambda move: move[2], reverse=True))
-        helpers = [threading.Thread(target=_work, args=(jobs,), name=f"steadyrun-copy-{i}") for i in range(1, threads)]
+        helpers = [threading.Thread(target=work, args=(jobs,), name=f"steadyrun-copy-{i}") for i in range(1, threads)]
     else:
         jobs = deque(moves)
     started: list[threading.Thread] = []
@@ -237,7 +244,7 @@ def _moving(moves: Sequence[_Move], threads: int) -> Iterator[None]:
                 helper.start()
                 started.append(helper)
         yield
-        _work(jobs)
+        work(jobs)
     finally:
         jobs.clear()
         for helper in started:
@@ -256,11 +263,30 @@ def streaming() -> Callable[[int, int, int], object] | None:
     return function
 
 
-def _work(jobs: deque[_Move]) -> None:
+@functools.cache
+def _madvise() -> Callable[[int, int, int], object]:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def map_ahead(address: int, size_bytes: int) -> None:
+    """Map shared memory that is about to be read, all at once; otherwise each 64 KiB of it cost a fault.
+
+    For 1 GiB that takes 0.03 s where the faults take 0.06. An older kernel refuses; the faults do it then.
+    """
+    begin = address - address % mmap.PAGESIZE
+    _madvise()(begin, address + size_bytes - begin, _MADV_POPULATE_READ)
+
+
+def _work(jobs: deque[_Move], prepare: Callable[[int, int], None] | None) -> None:
     move = streaming() or ctypes.memmove
     with contextlib.suppress(IndexError):
         while True:
-            move(*jobs.popleft())
+            to, source, size_bytes = jobs.popleft()
+            if prepare is not None:
+                prepare(source, size_bytes)
+            move(to, source, size_bytes)
 
 
 def _parts(moves: Sequence[_Move]) -> Iterator[_Move]:

@@ -203,9 +203,9 @@ def test_large_tensors_are_copied_on_several_threads(
     names: set[str] = set()
     real = copying._work
 
-    def work(jobs: Any) -> None:
+    def work(jobs: Any, **more: Any) -> None:
         names.add(threading.current_thread().name)
-        real(jobs)
+        real(jobs, **more)
 
     monkeypatch.setattr(copying, "_work", work)
     tensors = [
@@ -215,6 +215,33 @@ def test_large_tensors_are_copied_on_several_threads(
     ]
     check_copies(room, tensors, threads)
     assert len(names) == threads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_snapshot_is_mapped_before_it_is_read_and_only_then(
+    room: MakeRoom, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(copying, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(copying, "_THREADED_BYTES", 1 << 20)
+    mapped: list[tuple[int, int]] = []
+    monkeypatch.setattr(copying, "map_ahead", lambda address, size: mapped.append((address, size)))
+    tensors = [random_of(torch.uint8, (3 << 20) + 17), random_of(torch.float32, 300, 300)]
+    copier, slot = room(tensors, threads)
+    copier.copy_in(slot, tensors)
+    assert mapped == []
+    slot.seal()
+    copier.copy_out(slot, tensors)
+    begin = copier._slots[slot.number].address
+    covered = {at - begin for address, size in mapped for at in range(address, address + size, 4096)}
+    assert all(
+        any(at <= e.at_bytes + byte < at + 4096 for at in covered)
+        for e in slot._layout.entries
+        for byte in range(0, e.size_bytes, 4096)
+    )
+
+
+def test_a_kernel_that_cannot_map_ahead_is_no_harm() -> None:
+    copying.map_ahead(1 << 20, 4096)  # nothing is there: it refuses
 
 
 def test_without_what_is_compiled_large_tensors_are_moved_by_the_c_library(
