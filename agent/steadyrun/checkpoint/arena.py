@@ -37,6 +37,7 @@ from typing_extensions import Self
 
 from steadyrun.checkpoint.budget import affordable_slots, available_bytes
 from steadyrun.checkpoint.layout import ALIGN_BYTES, Entry, Layout, LayoutError
+from steadyrun.checkpoint.libc import libc_function
 from steadyrun.checkpoint.saves import TierName
 from steadyrun.core.errors import SteadyrunError
 
@@ -770,8 +771,7 @@ class _Populate:
         self._fd = fd
         self._view = view
         # mmap.madvise would hold the interpreter's lock for as long as the kernel clears pages.
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
-        self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._madvise = libc_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._is_known = True
 
     def __call__(self, at: int, size_bytes: int) -> None:

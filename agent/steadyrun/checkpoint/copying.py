@@ -27,6 +27,7 @@ import torch
 
 from steadyrun.checkpoint.arena import Arena, ArenaError, Slot, SlotState
 from steadyrun.checkpoint.layout import Entry
+from steadyrun.checkpoint.libc import libc_function
 from steadyrun.core.errors import SteadyrunError
 
 __all__ = ["Copier", "CopyMismatchError", "Copying", "map_ahead", "streaming"]
@@ -145,7 +146,7 @@ class Copier:
         mapped = self._mapped(slot, SlotState.SEALED)
         found = self._sort(tensors, mapped)
         moves = [(tensor.data_ptr(), mapped.address + e.at_bytes, e.size_bytes) for tensor, e in found.plain]
-        with _moving(moves, self._threads, is_first_read=True), torch.no_grad():
+        with _moving(moves, self._threads, map_ahead), torch.no_grad():
             if found.small:
                 torch._foreach_copy_(found.small, found.small_views)
             for view, tensor in found.others:
@@ -222,19 +223,20 @@ def _is_negated(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 @contextlib.contextmanager
-def _moving(moves: Sequence[_Move], threads: int, *, is_first_read: bool = False) -> Iterator[None]:
+def _moving(moves: Sequence[_Move], threads: int, prepare: Callable[[int, int], None] | None = None) -> Iterator[None]:
     """Moves all of this by the end of the ``with``: on this thread after its body, on others from the beginning.
 
     Args:
-        is_first_read: this process has never read the sources, which are shared memory.
+        prepare: called with address and bytes of each source before it is read.
     """
-    work = functools.partial(_work, prepare=map_ahead if is_first_read else None)
     total_bytes = sum(size_bytes for _, _, size_bytes in moves)
     helpers: list[threading.Thread] = []
     if threads > 1 and total_bytes >= _THREADED_BYTES:
         # Large ones first: the threads end at about the same time.
         jobs = deque(sorted(_parts(moves), key=lambda move: move[2], reverse=True))
-        helpers = [threading.Thread(target=work, args=(jobs,), name=f"steadyrun-copy-{i}") for i in range(1, threads)]
+        helpers = [
+            threading.Thread(target=_work, args=(jobs, prepare), name=f"steadyrun-copy-{i}") for i in range(1, threads)
+        ]
     else:
         jobs = deque(moves)
     started: list[threading.Thread] = []
@@ -244,7 +246,7 @@ def _moving(moves: Sequence[_Move], threads: int, *, is_first_read: bool = False
                 helper.start()
                 started.append(helper)
         yield
-        work(jobs)
+        _work(jobs, prepare)
     finally:
         jobs.clear()
         for helper in started:
@@ -263,20 +265,14 @@ def streaming() -> Callable[[int, int, int], object] | None:
     return function
 
 
-@functools.cache
-def _madvise() -> Callable[[int, int, int], object]:
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
-
-
 def map_ahead(address: int, size_bytes: int) -> None:
     """Map shared memory that is about to be read, all at once; otherwise each 64 KiB of it cost a fault.
 
     For 1 GiB that takes 0.03 s where the faults take 0.06. An older kernel refuses; the faults do it then.
     """
     begin = address - address % mmap.PAGESIZE
-    _madvise()(begin, address + size_bytes - begin, _MADV_POPULATE_READ)
+    madvise = libc_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise(begin, address + size_bytes - begin, _MADV_POPULATE_READ)
 
 
 def _work(jobs: deque[_Move], prepare: Callable[[int, int], None] | None) -> None:

@@ -23,7 +23,6 @@ import ctypes
 import enum
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import threading
@@ -33,11 +32,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from steadyrun.checkpoint.checksums import Bytes, Xxh3, crc32, xxh3
 from steadyrun.checkpoint.envelope import Envelope, envelope
 from steadyrun.checkpoint.layout import ALIGN_BYTES, Entry, Layout
+from steadyrun.checkpoint.libc import libc_function
 from steadyrun.checkpoint.manifest import (
     FileRecord,
     Fragment,
@@ -535,10 +535,10 @@ class _File:
         self._spare: list[mmap.mmap] = []
         self._flying: deque[tuple[Future[None], mmap.mmap | None]] = deque()  # with the buffer that is being written
         self._is_direct = options.direct
-        self._fd = self._open()
+        self._fd, is_in_memory = self._open()
         self.piece_bytes = options.piece_bytes
         self._pool: ThreadPoolExecutor | None = None
-        if _is_in_memory(self._fd):
+        if is_in_memory:
             self.piece_bytes = min(self.piece_bytes, _CACHED_BYTES)
         else:
             # Two buffered writes to one file wait for each other, and burn a processor by it: the inode's lock spins.
@@ -592,7 +592,8 @@ class _File:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     # -- opening ---------------------------------------------------------------------------------------------------
-    def _open(self) -> int:
+    def _open(self) -> tuple[int, bool]:
+        """Its descriptor, and whether it lies in memory."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             if not self._is_direct:
@@ -604,8 +605,9 @@ class _File:
             self._is_direct = False
             fd = os.open(self._name, flags, 0o666, dir_fd=self._folder_fd)
         try:
+            is_in_memory = _is_in_memory(fd)
             if self._options.reserve and self._size_bytes:
-                if _is_in_memory(fd):
+                if is_in_memory:
                     os.ftruncate(fd, _pages_of(self._size_bytes))  # refused beyond the limit of the process
                     _look_for_space(fd, self._size_bytes)
                 else:
@@ -613,7 +615,7 @@ class _File:
         except BaseException:
             os.close(fd)
             raise
-        return fd
+        return fd, is_in_memory
 
     # -- writing ---------------------------------------------------------------------------------------------------
     def _flush(self, more: memoryview | None = None) -> None:
@@ -690,23 +692,12 @@ def _behind(parts: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 # -- system calls that Python does not offer -------------------------------------------------------------------------
-@functools.cache
-def _libc_function(name: str, *types: Any) -> Any:
-    """None where the C library has none of that name."""
-    with contextlib.suppress(OSError, AttributeError):
-        function = getattr(ctypes.CDLL(None, use_errno=True), name)
-        function.argtypes = types
-        function.restype = ctypes.c_int
-        return function
-    return None
-
-
 def _reserve(fd: int, size_bytes: int) -> None:
     """Space for the whole file, or OSError before a byte is written.
 
     Not posix_fallocate: the C library replaces it by a write to every block where the file system cannot do it.
     """
-    fallocate = _libc_function("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    fallocate = libc_function("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     code = errno.ENOSYS
     if fallocate is not None:
         while (code := 0 if fallocate(fd, 0, 0, size_bytes) == 0 else ctypes.get_errno()) == errno.EINTR:
@@ -726,7 +717,7 @@ def _look_for_space(fd: int, size_bytes: int) -> None:
 
 def _is_in_memory(fd: int) -> bool:
     """Whether the file lies in a tmpfs or ramfs. They take direct I/O as well (Linux 6.6), and ignore it."""
-    statfs = _libc_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
+    statfs = libc_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
     told = ctypes.create_string_buffer(_STATFS_BYTES)
     if statfs is None or statfs(fd, told) != 0:
         return False
@@ -735,7 +726,7 @@ def _is_in_memory(fd: int) -> bool:
 
 def _start_writing_out(fd: int, at_bytes: int, size_bytes: int) -> None:
     """Begins to write the range to the device, so that fsync finds little left and dirty memory stays small."""
-    sync = _libc_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    sync = libc_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if sync is not None:
         sync(fd, at_bytes, size_bytes, _SYNC_FILE_RANGE_WRITE)  # a hint: whether it worked, fsync says
 

@@ -203,9 +203,9 @@ def test_large_tensors_are_copied_on_several_threads(
     names: set[str] = set()
     real = copying._work
 
-    def work(jobs: Any, **more: Any) -> None:
+    def work(*arguments: Any) -> None:
         names.add(threading.current_thread().name)
-        real(jobs, **more)
+        real(*arguments)
 
     monkeypatch.setattr(copying, "_work", work)
     tensors = [

@@ -362,7 +362,7 @@ def test_writes_that_take_less_than_they_are_given(tmp_path: Path, monkeypatch: 
 
 
 def test_space_is_looked_at_where_it_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shardfile, "_libc_function", lambda *_: None)
+    monkeypatch.setattr(shardfile, "libc_function", lambda *_: None)
     rank = PlainRank([MIB])
     assert rank.is_in(tmp_path, rank.write(tmp_path, WriteOptions(direct=False)))
 
